@@ -1,0 +1,660 @@
+"""Every metric and every kind of event Forewarn knows, once. The exporter, the feature builder, the dashboards
+and the documents all read this; collectors emit only what stands here.
+
+`trouble` is the direction that means trouble: +1 higher is worse, -1 lower is worse, 0 neither by itself. Models
+take their monotone constraints from it. `source` names the call, field or file that the value comes from.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MetricType = Literal["gauge", "counter"]
+DeviceKind = Literal["gpu", "disk", "nic", "node", "job"]
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One metric. `unit` is the base unit as Prometheus spells it, or "1" for plain numbers and masks."""
+
+    name: str
+    kind: DeviceKind
+    type: MetricType
+    unit: str
+    help: str
+    source: str
+    trouble: int = 0
+    labels: tuple[str, ...] = ()
+    """Labels a sample of it may carry on the node's own /metrics."""
+
+
+class EventKind(msgspec.Struct, frozen=True):
+    """One kind of event. `codes` explains the code: a number, or one of a few words."""
+
+    name: str
+    help: str
+    codes: str
+
+
+def _g(
+    name: str,
+    unit: str,
+    help: str,
+    source: str,
+    trouble: int = 0,
+    kind: DeviceKind = "gpu",
+    labels: tuple[str, ...] = (),
+) -> Metric:
+    return Metric(
+        name=name,
+        kind=kind,
+        type="gauge",
+        unit=unit,
+        help=help,
+        source=source,
+        trouble=trouble,
+        labels=labels,
+    )
+
+
+def _c(
+    name: str,
+    unit: str,
+    help: str,
+    source: str,
+    trouble: int = 1,
+    kind: DeviceKind = "gpu",
+    labels: tuple[str, ...] = (),
+) -> Metric:
+    return Metric(
+        name=name,
+        kind=kind,
+        type="counter",
+        unit=unit,
+        help=help,
+        source=source,
+        trouble=trouble,
+        labels=labels,
+    )
+
+
+_GPU = [
+    _g(
+        "gpu_temperature_celsius", "celsius", "GPU core temperature", "nvmlDeviceGetTemperatureV, sensor 0", 1
+    ),
+    _g("gpu_memory_temperature_celsius", "celsius", "Memory (HBM) temperature", "field 82", 1),
+    _g(
+        "gpu_temperature_margin_celsius",
+        "celsius",
+        "Degrees left to the slowdown limit",
+        "nvmlDeviceGetMarginTemperature",
+        -1,
+    ),
+    _g(
+        "gpu_temperature_slowdown_celsius",
+        "celsius",
+        "Temperature at which the GPU slows down",
+        "nvmlDeviceGetTemperatureThreshold(SLOWDOWN)",
+    ),
+    _g(
+        "gpu_temperature_shutdown_celsius",
+        "celsius",
+        "Temperature at which the GPU shuts down",
+        "nvmlDeviceGetTemperatureThreshold(SHUTDOWN)",
+    ),
+    _g("gpu_power_watts", "watts", "Power drawn by the board", "nvmlDeviceGetPowerUsage"),
+    _g("gpu_power_limit_watts", "watts", "Power limit in force", "nvmlDeviceGetEnforcedPowerLimit"),
+    _g("gpu_power_limit_default_watts", "watts", "Power limit the board was shipped with", "field 189"),
+    _c(
+        "gpu_energy_joules_total",
+        "joules",
+        "Energy drawn since the driver was loaded",
+        "nvmlDeviceGetTotalEnergyConsumption",
+        0,
+    ),
+    _g("gpu_sm_clock_hertz", "hertz", "SM clock", "nvmlDeviceGetClockInfo(SM)"),
+    _g("gpu_memory_clock_hertz", "hertz", "Memory clock", "nvmlDeviceGetClockInfo(MEM)"),
+    _g("gpu_sm_clock_max_hertz", "hertz", "Highest SM clock of the part", "nvmlDeviceGetMaxClockInfo(SM)"),
+    _g(
+        "gpu_performance_state",
+        "1",
+        "Performance state: 0 (P0, fastest) to 15",
+        "nvmlDeviceGetPerformanceState",
+    ),
+    _g(
+        "gpu_utilization_ratio",
+        "ratio",
+        "Share of time with a kernel running, 0 to 1",
+        "nvmlDeviceGetUtilizationRates",
+    ),
+    _g(
+        "gpu_memory_utilization_ratio",
+        "ratio",
+        "Share of time memory was read or written, 0 to 1",
+        "nvmlDeviceGetUtilizationRates",
+    ),
+    _g(
+        "gpu_encoder_utilization_ratio",
+        "ratio",
+        "Video encoder use, 0 to 1",
+        "nvmlDeviceGetEncoderUtilization",
+    ),
+    _g(
+        "gpu_decoder_utilization_ratio",
+        "ratio",
+        "Video decoder use, 0 to 1",
+        "nvmlDeviceGetDecoderUtilization",
+    ),
+    _g("gpu_fan_speed_ratio", "ratio", "Fan speed that is asked for, 0 to 1", "nvmlDeviceGetFanSpeed_v2"),
+    _g("gpu_memory_used_bytes", "bytes", "Memory in use", "nvmlDeviceGetMemoryInfo v2"),
+    _g("gpu_memory_total_bytes", "bytes", "Memory of the device", "nvmlDeviceGetMemoryInfo v2"),
+    _g(
+        "gpu_memory_reserved_bytes",
+        "bytes",
+        "Memory the driver keeps for itself",
+        "nvmlDeviceGetMemoryInfo v2",
+    ),
+    _g(
+        "gpu_clock_event_reasons",
+        "1",
+        "Bit mask of why clocks are not at their highest, as NVML gives it",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+    ),
+    _c(
+        "gpu_violation_power_seconds_total",
+        "seconds",
+        "Time clocks were held down by the power limit",
+        "field 74",
+    ),
+    _c(
+        "gpu_violation_thermal_seconds_total",
+        "seconds",
+        "Time clocks were held down by the thermal limit",
+        "field 75",
+    ),
+    _c(
+        "gpu_violation_sync_boost_seconds_total",
+        "seconds",
+        "Time clocks were held down by sync boost",
+        "field 76",
+        0,
+    ),
+    _c(
+        "gpu_violation_board_limit_seconds_total",
+        "seconds",
+        "Time clocks were held down by the board limit",
+        "field 77",
+    ),
+    _c(
+        "gpu_violation_low_utilization_seconds_total",
+        "seconds",
+        "Time clocks were low for lack of work",
+        "field 78",
+        0,
+    ),
+    _c(
+        "gpu_violation_reliability_seconds_total",
+        "seconds",
+        "Time clocks were held down for reliability",
+        "field 79",
+    ),
+    _c(
+        "gpu_slowdown_software_thermal_seconds_total",
+        "seconds",
+        "Time in software thermal slowdown",
+        "field 269",
+    ),
+    _c(
+        "gpu_slowdown_hardware_thermal_seconds_total",
+        "seconds",
+        "Time in hardware thermal slowdown",
+        "field 270",
+    ),
+    _c("gpu_slowdown_power_brake_seconds_total", "seconds", "Time in hardware power brake", "field 271"),
+    _g("gpu_ecc_enabled", "1", "1 when ECC is on", "nvmlDeviceGetEccMode"),
+    _c(
+        "gpu_ecc_sram_corrected_total",
+        "1",
+        "Corrected SRAM errors over the life of the board",
+        "nvmlDeviceGetMemoryErrorCounter / ECC fields",
+    ),
+    _c(
+        "gpu_ecc_sram_uncorrected_total",
+        "1",
+        "Uncorrected SRAM errors over the life of the board",
+        "nvmlDeviceGetMemoryErrorCounter / ECC fields",
+    ),
+    _c(
+        "gpu_ecc_dram_corrected_total",
+        "1",
+        "Corrected DRAM errors over the life of the board",
+        "nvmlDeviceGetMemoryErrorCounter / ECC fields",
+    ),
+    _c(
+        "gpu_ecc_dram_uncorrected_total",
+        "1",
+        "Uncorrected DRAM errors over the life of the board",
+        "nvmlDeviceGetMemoryErrorCounter / ECC fields",
+    ),
+    _c("gpu_ecc_volatile_corrected_total", "1", "Corrected errors since the driver was loaded", "field 3"),
+    _c(
+        "gpu_ecc_volatile_uncorrected_total", "1", "Uncorrected errors since the driver was loaded", "field 4"
+    ),
+    _g(
+        "gpu_ecc_sram_threshold_exceeded",
+        "1",
+        "1 when SRAM errors passed the vendor's replacement limit",
+        "nvmlDeviceGetSramEccErrorStatus",
+        1,
+    ),
+    _c(
+        "gpu_row_remap_corrected_total",
+        "1",
+        "Rows remapped after corrected errors",
+        "nvmlDeviceGetRemappedRows",
+    ),
+    _c(
+        "gpu_row_remap_uncorrected_total",
+        "1",
+        "Rows remapped after uncorrected errors",
+        "nvmlDeviceGetRemappedRows",
+    ),
+    _g("gpu_row_remap_pending", "1", "1 when a remap waits for a GPU reset", "nvmlDeviceGetRemappedRows", 1),
+    _g(
+        "gpu_row_remap_failure", "1", "1 when a remap failed: replace the GPU", "nvmlDeviceGetRemappedRows", 1
+    ),
+    _g(
+        "gpu_row_remap_banks_max",
+        "1",
+        "Memory banks with all spare rows left",
+        "nvmlDeviceGetRowRemapperHistogram",
+    ),
+    _g(
+        "gpu_row_remap_banks_high",
+        "1",
+        "Memory banks with many spare rows left",
+        "nvmlDeviceGetRowRemapperHistogram",
+    ),
+    _g(
+        "gpu_row_remap_banks_partial",
+        "1",
+        "Memory banks with some spare rows left",
+        "nvmlDeviceGetRowRemapperHistogram",
+        1,
+    ),
+    _g(
+        "gpu_row_remap_banks_low",
+        "1",
+        "Memory banks with few spare rows left",
+        "nvmlDeviceGetRowRemapperHistogram",
+        1,
+    ),
+    _g(
+        "gpu_row_remap_banks_none",
+        "1",
+        "Memory banks with no spare row left",
+        "nvmlDeviceGetRowRemapperHistogram",
+        1,
+    ),
+    _c(
+        "gpu_retired_pages_sbe_total",
+        "1",
+        "Pages retired after corrected errors (before Ampere)",
+        "nvmlDeviceGetRetiredPages_v2 cause 0",
+    ),
+    _c(
+        "gpu_retired_pages_dbe_total",
+        "1",
+        "Pages retired after uncorrected errors (before Ampere)",
+        "nvmlDeviceGetRetiredPages_v2 cause 1",
+    ),
+    _g(
+        "gpu_retired_pages_pending",
+        "1",
+        "1 when page retirement waits for a reset",
+        "nvmlDeviceGetRetiredPagesPendingStatus",
+        1,
+    ),
+    _c("gpu_pcie_replay_total", "1", "PCIe packets sent again", "nvmlDeviceGetPcieReplayCounter"),
+    _c("gpu_pcie_correctable_errors_total", "1", "PCIe correctable errors", "field 173"),
+    _c("gpu_pcie_nonfatal_errors_total", "1", "PCIe non-fatal errors", "field 179"),
+    _c("gpu_pcie_fatal_errors_total", "1", "PCIe fatal errors", "field 180"),
+    _c("gpu_pcie_nak_received_total", "1", "PCIe NAKs received", "field 174"),
+    _c("gpu_pcie_nak_sent_total", "1", "PCIe NAKs sent", "field 177"),
+    _c("gpu_pcie_receiver_errors_total", "1", "PCIe receiver errors", "field 175"),
+    _c("gpu_pcie_bad_tlp_total", "1", "PCIe bad transaction-layer packets", "field 176"),
+    _c("gpu_pcie_bad_dllp_total", "1", "PCIe bad data-link-layer packets", "field 178"),
+    _c("gpu_pcie_unsupported_requests_total", "1", "PCIe unsupported requests", "field 181"),
+    _c("gpu_pcie_lcrc_errors_total", "1", "PCIe link CRC errors", "field 182"),
+    _c("gpu_pcie_lane_errors_total", "1", "PCIe lane errors", "field 183"),
+    _c("gpu_pcie_recovery_total", "1", "PCIe link trips from L0 to recovery", "field 169"),
+    _g(
+        "gpu_pcie_link_generation",
+        "1",
+        "PCIe generation in use (falls at idle on some boards)",
+        "nvmlDeviceGetCurrPcieLinkGeneration",
+    ),
+    _g(
+        "gpu_pcie_link_generation_max",
+        "1",
+        "PCIe generation of GPU and slot together",
+        "nvmlDeviceGetMaxPcieLinkGeneration",
+    ),
+    _g("gpu_pcie_link_width", "1", "PCIe lanes in use", "nvmlDeviceGetCurrPcieLinkWidth", -1),
+    _g(
+        "gpu_pcie_link_width_max", "1", "PCIe lanes of GPU and slot together", "nvmlDeviceGetMaxPcieLinkWidth"
+    ),
+    _g("gpu_nvlink_links_active", "1", "NVLinks that are up", "nvmlDeviceGetNvLinkState", -1),
+    _g("gpu_nvlink_links_total", "1", "NVLinks of the part", "field 91"),
+    _c(
+        "gpu_nvlink_crc_flit_errors_total",
+        "1",
+        "NVLink CRC flit errors",
+        "fields 32-38, 96-101",
+        labels=("link",),
+    ),
+    _c(
+        "gpu_nvlink_crc_data_errors_total",
+        "1",
+        "NVLink CRC data errors",
+        "fields 39-45, 102-107",
+        labels=("link",),
+    ),
+    _c("gpu_nvlink_replay_errors_total", "1", "NVLink replays", "fields 46-52, 108-113", labels=("link",)),
+    _c(
+        "gpu_nvlink_recovery_errors_total",
+        "1",
+        "NVLink recoveries",
+        "fields 53-59, 114-119",
+        labels=("link",),
+    ),
+    _c(
+        "gpu_nvlink_malformed_packets_total", "1", "NVLink 5 malformed packets", "field 206", labels=("link",)
+    ),
+    _c("gpu_nvlink_buffer_overruns_total", "1", "NVLink 5 buffer overruns", "field 207", labels=("link",)),
+    _c("gpu_nvlink_receive_errors_total", "1", "NVLink 5 receive errors", "field 208", labels=("link",)),
+    _c(
+        "gpu_nvlink_local_integrity_errors_total",
+        "1",
+        "NVLink 5 local link integrity errors",
+        "field 211",
+        labels=("link",),
+    ),
+    _c(
+        "gpu_nvlink_recovery_failed_total",
+        "1",
+        "NVLink 5 link recoveries that failed",
+        "field 214",
+        labels=("link",),
+    ),
+    _c("gpu_nvlink_recovery_events_total", "1", "NVLink 5 link recoveries", "field 215", labels=("link",)),
+    _c(
+        "gpu_nvlink_effective_errors_total",
+        "1",
+        "NVLink 5 errors after correction",
+        "field 219",
+        labels=("link",),
+    ),
+    _c("gpu_nvlink_symbol_errors_total", "1", "NVLink 5 symbol errors", "field 221", labels=("link",)),
+    _g(
+        "gpu_nvlink_effective_bit_error_ratio",
+        "ratio",
+        "NVLink 5 bit error rate after correction, worst link",
+        "field 220",
+        1,
+        labels=("link",),
+    ),
+    _g(
+        "gpu_nvlink_symbol_bit_error_ratio",
+        "ratio",
+        "NVLink 5 symbol bit error rate, worst link",
+        "field 222",
+        1,
+        labels=("link",),
+    ),
+    _g(
+        "gpu_fabric_state",
+        "1",
+        "Fabric registration: 0 none, 1 not started, 2 in progress, 3 completed",
+        "nvmlDeviceGetGpuFabricInfoV",
+    ),
+    _g(
+        "gpu_fabric_health",
+        "1",
+        "Fabric health: 0 unknown, 1 healthy, 2 unhealthy, 3 limited",
+        "nvmlDeviceGetGpuFabricInfoV",
+    ),
+    _g(
+        "gpu_recovery_action",
+        "1",
+        "What the driver asks for: 0 none, 1 GPU reset, 2 node reboot, 3 drain, 4 drain and reset",
+        "field 230",
+        1,
+    ),
+    _g("gpu_mig_enabled", "1", "1 when MIG is on", "nvmlDeviceGetMigMode"),
+    _g("gpu_persistence_enabled", "1", "1 when persistence mode is on", "nvmlDeviceGetPersistenceMode"),
+    _g("gpu_processes", "1", "Compute processes on the GPU", "nvmlDeviceGetComputeRunningProcesses_v3"),
+    _g(
+        "gpu_tensor_active_ratio",
+        "ratio",
+        "Share of cycles with tensor cores active",
+        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+    ),
+    _g(
+        "gpu_engine_active_ratio",
+        "ratio",
+        "Share of time the graphics engine was active",
+        "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
+    ),
+    _g("gpu_dram_active_ratio", "ratio", "Share of cycles with memory traffic", "DCGM_FI_PROF_DRAM_ACTIVE"),
+    _g("gpu_last_xid", "1", "Number of the last XID that DCGM saw (not a count)", "DCGM_FI_DEV_XID_ERRORS"),
+    _g(
+        "gpu_nvml_call_seconds",
+        "seconds",
+        "Time NVML took for this GPU in the last poll",
+        "the agent's own watch",
+        1,
+    ),
+]
+
+_DISK = [
+    _g("disk_temperature_celsius", "celsius", "Temperature", "smartctl temperature.current", 1, "disk"),
+    _g("disk_power_on_hours", "hours", "Hours powered on", "smartctl power_on_time.hours", 0, "disk"),
+    _c("disk_power_cycles", "1", "Power cycles", "smartctl power_cycle_count", 0, "disk"),
+    _c("disk_reallocated_sectors", "1", "Reallocated sectors (SAS: grown defects)", "ATA 5", 1, "disk"),
+    _c("disk_reallocation_events", "1", "Reallocation events", "ATA 196", 1, "disk"),
+    _g("disk_pending_sectors", "1", "Sectors waiting to be reallocated", "ATA 197", 1, "disk"),
+    _g("disk_offline_uncorrectable", "1", "Sectors that could not be read offline", "ATA 198", 1, "disk"),
+    _c("disk_reported_uncorrectable", "1", "Uncorrectable errors reported to the host", "ATA 187", 1, "disk"),
+    _c("disk_command_timeouts", "1", "Commands that timed out", "ATA 188, low word", 1, "disk"),
+    _c("disk_spin_retries", "1", "Spin-up retries", "ATA 10", 1, "disk"),
+    _c("disk_high_fly_writes", "1", "Writes with the head too high", "ATA 189", 1, "disk"),
+    _c("disk_end_to_end_errors", "1", "Data path parity errors inside the drive", "ATA 184", 1, "disk"),
+    _g("disk_read_error_rate_raw", "1", "Read errors (vendor encoded)", "ATA 1 raw", 0, "disk"),
+    _g(
+        "disk_read_error_rate_normalized",
+        "1",
+        "Read error rate, normalised: higher is better",
+        "ATA 1 value",
+        -1,
+        "disk",
+    ),
+    _g("disk_power_on_normalized", "1", "Power-on hours, normalised", "ATA 9 value", 0, "disk"),
+    _c("disk_crc_errors_total", "1", "Interface CRC errors (mostly cabling)", "ATA 199", 1, "disk"),
+    _c("disk_grown_defects", "1", "SAS grown defect list", "smartctl scsi_grown_defect_list", 1, "disk"),
+    _c(
+        "disk_uncorrected_errors_total",
+        "1",
+        "SAS uncorrected read, write and verify errors",
+        "smartctl scsi_error_counter_log",
+        1,
+        "disk",
+    ),
+    _g(
+        "disk_smart_passed",
+        "1",
+        "1 when the drive's own verdict is good, 0 when it is failing",
+        "smartctl smart_status.passed",
+        -1,
+        "disk",
+    ),
+    _g("disk_standby", "1", "1 when the disk sleeps and was not woken", "smartctl power mode", 0, "disk"),
+    _g(
+        "disk_endurance_used_ratio",
+        "ratio",
+        "SSD endurance used, 0 to 1 and beyond",
+        "smartctl endurance_used / vendor wear attributes",
+        1,
+        "disk",
+    ),
+    _g("disk_capacity_bytes", "bytes", "Capacity", "smartctl user_capacity.bytes", 0, "disk"),
+    _g(
+        "disk_nvme_critical_warning",
+        "1",
+        "NVMe critical warning bit mask",
+        "nvme log critical_warning",
+        1,
+        "disk",
+    ),
+    _g(
+        "disk_nvme_percentage_used_ratio",
+        "ratio",
+        "NVMe endurance used, 0 to 1 and beyond",
+        "nvme log percentage_used",
+        1,
+        "disk",
+    ),
+    _g(
+        "disk_nvme_available_spare_ratio",
+        "ratio",
+        "NVMe spare left, 0 to 1",
+        "nvme log available_spare",
+        -1,
+        "disk",
+    ),
+    _c(
+        "disk_nvme_media_errors_total",
+        "1",
+        "NVMe media and data integrity errors",
+        "nvme log media_errors",
+        1,
+        "disk",
+    ),
+    _c(
+        "disk_nvme_unsafe_shutdowns_total",
+        "1",
+        "NVMe unsafe shutdowns",
+        "nvme log unsafe_shutdowns",
+        0,
+        "disk",
+    ),
+    _g(
+        "disk_verdict",
+        "1",
+        "1 for the verdict in force",
+        "Forewarn's reading of SMART",
+        0,
+        "disk",
+        ("verdict",),
+    ),
+    _g("disk_smartctl_exit_status", "1", "Exit status of smartctl, a bit mask", "smartctl", 0, "disk"),
+]
+
+_TRAINING = [
+    _c("training_step_total", "1", "Steps done", "the job", 0, "job"),
+    _g("training_iteration_seconds", "seconds", "Time of the last step", "the job", 1, "job"),
+    _g("training_samples_per_second", "1", "Samples a second", "the job", -1, "job"),
+    _g("training_rank", "1", "Rank of the reporting process", "the job", 0, "job"),
+    _g("training_loss", "1", "Loss of the last step", "the job", 0, "job"),
+    _g(
+        "training_compute_seconds",
+        "seconds",
+        "Time of the last step before its collective",
+        "the job",
+        1,
+        "job",
+    ),
+]
+
+_SELF = [
+    _g(
+        "collector_poll_seconds", "seconds", "Time the last poll took", "the agent", 1, "node", ("collector",)
+    ),
+    _g("collector_up", "1", "1 when the last poll succeeded", "the agent", -1, "node", ("collector",)),
+    _c(
+        "collector_errors_total",
+        "1",
+        "Polls that failed or were abandoned",
+        "the agent",
+        1,
+        "node",
+        ("collector",),
+    ),
+    _c(
+        "collector_timeouts_total",
+        "1",
+        "Polls that passed their deadline",
+        "the agent",
+        1,
+        "node",
+        ("collector",),
+    ),
+    _g("agent_spool_batches", "1", "Batches that wait for the service", "the agent", 1, "node"),
+    _g("agent_spool_bytes", "bytes", "Size of the spool", "the agent", 1, "node"),
+    _c(
+        "agent_spool_dropped_total",
+        "1",
+        "Batches given up because the spool was full",
+        "the agent",
+        1,
+        "node",
+    ),
+    _g("agent_resident_bytes", "bytes", "Memory of the agent", "the agent", 0, "node"),
+    _c(
+        "agent_cpu_seconds_total", "seconds", "CPU time of the agent and its children", "the agent", 0, "node"
+    ),
+    _g("agent_devices_missing", "1", "Devices seen before and not now", "the agent", 1, "node"),
+]
+
+METRICS: dict[str, Metric] = {m.name: m for m in (*_GPU, *_DISK, *_TRAINING, *_SELF)}
+"""Every metric by name."""
+
+EVENTS: dict[str, EventKind] = {
+    e.name: e
+    for e in (
+        EventKind("xid", "An error the NVIDIA driver reported for a GPU", "XID number"),
+        EventKind("sxid", "An error of an NVSwitch", "SXid number"),
+        EventKind("aer", "A PCIe error", "corrected, nonfatal, fatal, unrecoverable"),
+        EventKind("mce", "A machine check", "corrected, uncorrected"),
+        EventKind("edac", "A host memory error", "ce, ue"),
+        EventKind("nvme", "An NVMe drive in trouble", "timeout, reset, dead, io_error"),
+        EventKind("ata", "An ATA link or drive in trouble", "exception, reset, io_error, disabled"),
+        EventKind("disk_error", "A block device error", "io_error, medium_error"),
+        EventKind("mlx5", "A ConnectX adapter in trouble", "slot_power, module_temp, link_down, health, ..."),
+        EventKind("link_down", "A network link went down", "interface"),
+        EventKind("link_up", "A network link came up", "interface"),
+        EventKind("oom", "The kernel killed a process for memory", "kill"),
+        EventKind("hung_task", "A task was blocked for long", "blocked"),
+        EventKind("lockup", "A CPU was stuck", "soft, hard, rcu_stall"),
+        EventKind("filesystem", "A file system in trouble", "read_only, error"),
+        EventKind("thermal", "Host thermal trouble", "throttle, shutdown"),
+        EventKind("gpu_lost", "NVML says that the GPU is lost", "lost"),
+        EventKind("gpu_reset_required", "NVML says that the GPU needs a reset", "reset_required"),
+        EventKind("gpu_missing", "A GPU that was there does not answer any more", "missing"),
+        EventKind("gpu_returned", "A GPU that was away is back", "returned"),
+        EventKind("driver_reloaded", "The NVIDIA driver was loaded anew", "reloaded, upgraded"),
+        EventKind("collector_silent", "A source did not answer within its deadline", "collector name"),
+        EventKind("collector_recovered", "A silent source answers again", "collector name"),
+        EventKind("disk_verdict", "The verdict on a disk changed", "the verdict"),
+        EventKind("log_gap", "Kernel messages were lost before they could be read", "overrun"),
+        EventKind("agent_started", "The agent was started", "version"),
+        EventKind("telemetry_dropped", "The spool was full and telemetry was given up", "spool_full"),
+    )
+}
+"""Every kind of event by name."""
+
+
+def metrics_of(kind: str) -> list[Metric]:
+    """All metrics of one kind of device, in catalog order."""
+    return [m for m in METRICS.values() if m.kind == kind]

@@ -1,0 +1,1 @@
+"""The agent: polls the collectors on a node, spools on disk, ships to the service, serves /metrics."""

@@ -1,0 +1,1 @@
+"""The training side: hears a protection, has the loop save, and acknowledges."""

@@ -1,0 +1,1 @@
+"""The service: ingest, fleet state, risk, protection, deliveries, REST and the page."""
