@@ -86,7 +86,20 @@ class ControllerConfig(msgspec.Struct, forbid_unknown_fields=True):
     token_file: str = ""
     """File that holds the operator's bearer token for registering the job and acknowledging."""
     secret_file: str = ""
-    """File that holds the webhook secret (`whsec_...`); FOREWARN_CONTROLLER_SECRET overrides it."""
+    """File that holds the webhook secret (`whsec_...`), one a line while keys rotate (the first registers);
+    FOREWARN_CONTROLLER_SECRET overrides it."""
+    nodes: list[str] = []
+    """Nodes of the job. With these or `devices` the controller registers the job itself."""
+    devices: list[str] = []
+    """Devices of the job (`NODE/gpu3`), where it does not have whole nodes."""
+    webhook_url: str = ""
+    """Where the service reaches this receiver; default: http://LISTEN/webhook."""
+    checkpoint_seconds: float = 60.0
+    """What a save costs the job, until the service has measured it."""
+    restart_seconds: float = 600.0
+    """What a restart after a failure costs the job, besides the steps lost."""
+    poll_interval_s: float = 0.0
+    """Above 0: ask the service for protections as well, where no webhook can reach this receiver."""
     state: str = "/var/lib/forewarn/controller"
     """Folder that remembers webhook ids (none is acted on twice) and the save request for the loop."""
 
