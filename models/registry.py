@@ -4,17 +4,33 @@ child process, since a damaged file crashes LightGBM's loader. And the store wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import lightgbm
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from forewarn.models.features import FeatureTable
+from forewarn.collectors.errors import InputError, StorageError
+from forewarn.models.features import HORIZONS_S, FeatureTable, feature_names
 
 MANIFEST_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+CURRENT_NAME = "current.json"
+CHILD_TIMEOUT_S = 60
+HISTORY_KEPT = 20
+"""Champions before the present one that a store remembers."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -58,23 +74,63 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class RiskModel:
-    """A loaded model of one kind of device."""
+    """A loaded model of one kind of device. Made by `load`."""
 
-    manifest: Manifest
-    digest: str
-    """sha256 of the manifest: the name of this model."""
+    def __init__(self, manifest: Manifest, digest: str, boosters: Mapping[int, lightgbm.Booster]) -> None:
+        self.manifest = manifest
+        self.digest = digest
+        """sha256 of the manifest: the name of this model."""
+        self.name = digest[:12]
+        self._boosters = dict(boosters)
+        self._tables = {
+            m.horizon_s: (np.array(m.calibration.x), np.array(m.calibration.y)) for m in manifest.models
+        }
+        self._picked: tuple[tuple[str, ...], NDArray[np.int64]] | None = None
 
-    def predict(self, table: FeatureTable) -> NDArray[np.float32]:
-        """Calibrated probabilities (devices x horizons); never falling from a horizon to a longer one."""
-        raise NotImplementedError
+    @property
+    def kind(self) -> str:
+        return self.manifest.kind
+
+    @property
+    def horizons_s(self) -> tuple[int, ...]:
+        return self.manifest.horizons_s
+
+    def select(self, table: FeatureTable) -> NDArray[np.float32]:
+        """The columns of a table that this model takes, in its order. Raises InputError when one is missing."""
+        if table.names == tuple(self.manifest.features):
+            return table.values
+        if self._picked is None or self._picked[0] != table.names:
+            at = {n: i for i, n in enumerate(table.names)}
+            missing = [n for n in self.manifest.features if n not in at]
+            if missing:
+                raise InputError(f"features: model {self.name} needs {missing[0]!r}, which this table lacks")
+            self._picked = table.names, np.array([at[n] for n in self.manifest.features], np.int64)
+        return np.ascontiguousarray(table.values[:, self._picked[1]])
 
     def raw(self, values: NDArray[np.float32], horizon_s: int) -> NDArray[np.float64]:
         """LightGBM's own probability before calibration, for the columns of `manifest.features`."""
-        raise NotImplementedError
+        if not len(values):
+            return np.empty(0)
+        return np.asarray(self._boosters[horizon_s].predict(values), np.float64)
+
+    def calibrated(self, raw: NDArray[np.float64], horizon_s: int) -> NDArray[np.float64]:
+        """Probability for raw scores."""
+        x, y = self._tables[horizon_s]
+        return np.interp(raw, x, y)
+
+    def predict(self, table: FeatureTable) -> NDArray[np.float32]:
+        """Calibrated probabilities (devices x horizons); never falling from a horizon to a longer one."""
+        values = self.select(table)
+        out = np.empty((len(values), len(self.horizons_s)), np.float32)
+        for i, horizon in enumerate(self.horizons_s):
+            out[:, i] = self.calibrated(self.raw(values, horizon), horizon)
+        return np.maximum.accumulate(out, axis=1)
 
     def contributions(self, values: NDArray[np.float32], horizon_s: int) -> NDArray[np.float64]:
         """LightGBM's contributions (rows x features + 1, the last is the base), in log odds."""
-        raise NotImplementedError
+        if not len(values):
+            return np.empty((0, len(self.manifest.features) + 1))
+        return np.asarray(self._boosters[horizon_s].predict(values, pred_contrib=True), np.float64)
 
 
 def save(
@@ -83,46 +139,324 @@ def save(
     """Write a model folder: `boosters` maps horizon seconds to LightGBM text (`booster.model_to_string()`).
 
     File names and digests in `manifest.models` are filled in here (calibrations are kept). `extra`: more files, such as
-    `card.md`. Returns the manifest as written. Raises StorageError.
+    `card.md`. The folder must not exist yet, or be a model folder, which is replaced. Returns the manifest as
+    written. Raises StorageError.
     """
-    raise NotImplementedError
+    models = []
+    for model in manifest.models:
+        text = boosters[model.horizon_s]
+        name = f"model_{model.horizon_s}s.txt"
+        models.append(msgspec.structs.replace(model, file=name, sha256=_sha256(text.encode())))
+    written = msgspec.structs.replace(manifest, models=models)
+    _check(path, written)
+    if path.exists() and not (path / MANIFEST_NAME).is_file() and any(path.iterdir()):
+        raise StorageError(f"{path}: exists and is not a model folder: choose another place")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir(parents=True)
+        for model in models:
+            (temporary / model.file).write_bytes(boosters[model.horizon_s].encode())
+        for name, data in (extra or {}).items():
+            (temporary / name).write_bytes(data)
+        (temporary / MANIFEST_NAME).write_bytes(_encode(written))
+        _replace_folder(temporary, path)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(f"{path}: the model could not be written: {error}") from error
+    return written
+
+
+def read_manifest(path: Path) -> tuple[Manifest, str]:
+    """The manifest of a model folder and its digest; no model is loaded. Raises StorageError."""
+    file = path / MANIFEST_NAME
+    try:
+        data = file.read_bytes()
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise StorageError(f"{file}: not a manifest of a model: {error}") from error
+    _check(file, manifest)
+    return manifest, _sha256(data)
 
 
 def load(path: Path, check_in_child: bool = True) -> RiskModel:
     """Load a model folder. Raises StorageError naming the file when it is damaged, changed or not ours."""
-    raise NotImplementedError
+    manifest, digest = read_manifest(path)
+    texts: dict[int, str] = {}
+    for model in manifest.models:
+        file = path / model.file
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise StorageError(f"{file}: cannot be read: {error.strerror or error}") from error
+        if _sha256(data) != model.sha256:
+            raise StorageError(
+                f"{file}: its digest is not the one in {MANIFEST_NAME}: it was damaged or changed; install it anew"
+            )
+        texts[model.horizon_s] = data.decode(errors="replace")
+    if check_in_child:
+        _check_in_child(path, [m.file for m in manifest.models])
+    boosters: dict[int, lightgbm.Booster] = {}
+    for model in manifest.models:
+        try:
+            booster = lightgbm.Booster(model_str=texts[model.horizon_s])
+        except (lightgbm.basic.LightGBMError, ValueError) as error:
+            raise StorageError(f"{path / model.file}: LightGBM cannot load it: {error}") from error
+        if booster.num_feature() != len(manifest.features):
+            raise StorageError(
+                f"{path / model.file}: takes {booster.num_feature()} features, but {MANIFEST_NAME} names "
+                f"{len(manifest.features)}"
+            )
+        boosters[model.horizon_s] = booster
+    return RiskModel(manifest, digest, boosters)
+
+
+_CHILD = """
+import sys, lightgbm, numpy
+for name in sys.argv[1:]:
+    booster = lightgbm.Booster(model_file=name)
+    booster.predict(numpy.zeros((1, booster.num_feature()), numpy.float32))
+"""
+
+
+def _check_in_child(path: Path, files: list[str]) -> None:
+    """Load and try each file in a child process, so that a crash of the loader is a plain error here."""
+    command = [sys.executable, "-c", _CHILD, *(str(path / f) for f in files)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=CHILD_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StorageError(f"{path}: LightGBM did not load it within {CHILD_TIMEOUT_S} s") from error
+    except OSError as error:
+        raise StorageError(f"{path}: no child process to check it in: {error}") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        why = lines[-1] if lines and done.returncode > 0 else f"its loader ended with {done.returncode}"
+        raise StorageError(f"{path}: LightGBM cannot load it: {why}")
+
+
+def _check(path: Path, manifest: Manifest) -> None:
+    """What types cannot say. Raises StorageError."""
+    if manifest.version != MANIFEST_VERSION:
+        raise StorageError(f"{path}: version {manifest.version}, but this Forewarn reads {MANIFEST_VERSION}")
+    if manifest.kind not in HORIZONS_S:
+        raise StorageError(f"{path}: kind {manifest.kind!r} is none of {', '.join(HORIZONS_S)}")
+    unknown = sorted(set(manifest.features) - set(feature_names(manifest.kind)))
+    if unknown:
+        raise StorageError(
+            f"{path}: feature {unknown[0]!r} is not known to this version: train the model anew"
+        )
+    if not manifest.models or list(manifest.horizons_s) != sorted(set(manifest.horizons_s)):
+        raise StorageError(f"{path}: models must name rising horizons")
+    for model in manifest.models:
+        if Path(model.file).name != model.file or model.file in ("", ".", ".."):
+            raise StorageError(f"{path}: file {model.file!r} must lie beside the manifest")
+        x, y = np.array(model.calibration.x), np.array(model.calibration.y)
+        ordered = len(x) == len(y) > 0 and (np.diff(x) > 0).all() and (np.diff(y) >= 0).all()
+        if not (ordered and np.isfinite(x).all() and (y >= 0).all() and (y <= 1).all()):
+            raise StorageError(
+                f"{path}: calibration of {model.horizon_s} s is not a rising table of probabilities"
+            )
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _encode(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def _replace_folder(new: Path, path: Path) -> None:
+    """Put `new` in the place of `path`."""
+    if not path.exists():
+        new.replace(path)
+        return
+    old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+    path.replace(old)
+    new.replace(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class _Current(msgspec.Struct):
+    """`current.json` of a store: for each kind the champion, and those before it, the last one last."""
+
+    champion: dict[str, str] = {}
+    before: dict[str, list[str]] = {}
+
+
+class StoredModel(msgspec.Struct, frozen=True):
+    """One model of a store. `state` is `champion`, `before` (was champion) or `challenger`."""
+
+    name: str
+    kind: str
+    state: str
+    digest: str
+    horizons_s: list[int]
+    simulated: bool
+    created: str
+    trained_from: str
+    trained_to: str
+    metrics: dict[str, float]
+    error: str = ""
 
 
 class Store:
-    """A folder of models: `NAME/` each, `current.json` says for each kind which is champion and which went before."""
+    """A folder of models: `NAME/` each; `current.json` says for each kind which is champion and which went before."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def list(self) -> Sequence[dict[str, object]]:
-        raise NotImplementedError
+    def models(self) -> list[StoredModel]:
+        """Every model, by kind and name. A damaged one has `error` set."""
+        current = self._current()
+        out = []
+        for folder in sorted(p for p in _folders(self.path) if (p / MANIFEST_NAME).exists()):
+            name = folder.name
+            try:
+                manifest, digest = read_manifest(folder)
+            except StorageError as error:
+                out.append(StoredModel(name, "", "damaged", "", [], False, "", "", "", {}, str(error)))
+                continue
+            kind, state = manifest.kind, "challenger"
+            if current.champion.get(kind) == name:
+                state = "champion"
+            elif name in current.before.get(kind, []):
+                state = "before"
+            out.append(
+                StoredModel(
+                    name=name,
+                    kind=kind,
+                    state=state,
+                    digest=digest,
+                    horizons_s=list(manifest.horizons_s),
+                    simulated=manifest.simulated,
+                    created=manifest.created,
+                    trained_from=manifest.trained_from,
+                    trained_to=manifest.trained_to,
+                    metrics=dict(manifest.metrics),
+                )
+            )
+        return sorted(out, key=lambda m: (m.kind, m.name))
 
     def add(self, source: Path, name: str | None = None) -> str:
-        """Copy a model folder in as a challenger; returns its name."""
-        raise NotImplementedError
+        """Copy a model folder in as a challenger; returns its name. Raises StorageError."""
+        model = load(source)
+        name = name or f"{model.kind}-{model.name}"
+        if not NAME.fullmatch(name):
+            raise InputError(f"name: {name!r} must be letters, digits, dots, dashes, at most 100")
+        target = self.path / name
+        if target.exists():
+            if read_manifest(target)[1] == model.digest:
+                return name
+            raise StorageError(f"{target}: there is another model of that name: choose another name")
+        temporary = self.path / f".{name}.{secrets.token_hex(4)}"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(source, temporary)
+            temporary.replace(target)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise StorageError(f"{target}: the model could not be copied in: {error}") from error
+        return name
 
-    def promote(self, name: str) -> None:
-        """Make a model the champion of its kind."""
+    def promote(self, name: str) -> str:
+        """Make a model the champion of its kind, once it has been loaded; returns the kind. Raises StorageError."""
+        if not NAME.fullmatch(name) or not (self.path / name / MANIFEST_NAME).is_file():
+            known = ", ".join(m.name for m in self.models()) or "none"
+            raise InputError(f"model: {name!r} is not in {self.path} (there are: {known})")
+        kind = load(self.path / name).kind
+        current = self._current()
+        champion = current.champion.get(kind)
+        if champion == name:
+            return kind
+        before = [n for n in current.before.get(kind, []) if n != name]
+        if champion is not None:
+            before.append(champion)
+        current.before[kind] = before[-HISTORY_KEPT:]
+        current.champion[kind] = name
+        self._write(current)
+        return kind
 
     def rollback(self, kind: str) -> str:
-        """Back to the champion before; returns its name."""
-        raise NotImplementedError
+        """Back to the champion before; returns its name. Raises InputError when there is none."""
+        current = self._current()
+        before = current.before.get(kind, [])
+        if not before:
+            raise InputError(f"kind: no champion of kind {kind!r} went before in {self.path}")
+        name = before[-1]
+        load(self.path / name)
+        current.before[kind] = before[:-1]
+        current.champion[kind] = name
+        self._write(current)
+        return name
 
     def champions(self) -> dict[str, RiskModel]:
-        """The champion of each kind, loaded."""
-        raise NotImplementedError
+        """The champion of each kind, loaded. Raises StorageError."""
+        return {kind: load(self.path / name) for kind, name in sorted(self._current().champion.items())}
+
+    def _current(self) -> _Current:
+        file = self.path / CURRENT_NAME
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=_Current)
+        except FileNotFoundError:
+            return _Current()
+        except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise StorageError(f"{file}: cannot be read: {error}") from error
+
+    def _write(self, current: _Current) -> None:
+        file = self.path / CURRENT_NAME
+        temporary = file.with_name(f".{CURRENT_NAME}.{secrets.token_hex(4)}")
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(_encode(current))
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise StorageError(f"{file}: cannot be written: {error}") from error
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return [p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")]
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def load_all(path: Path) -> dict[str, RiskModel]:
-    """Models by kind from a store, from one model folder, or from a folder of model folders (such as the bundled)."""
-    raise NotImplementedError
+    """Models by kind from a store, from one model folder, or from a folder of model folders (such as the bundled).
+
+    In a plain folder of model folders there must be one of each kind at most. Raises StorageError.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        model = load(path)
+        return {model.kind: model}
+    if (path / CURRENT_NAME).is_file():
+        return Store(path).champions()
+    found: dict[str, RiskModel] = {}
+    for folder in sorted(_folders(path)):
+        if not (folder / MANIFEST_NAME).is_file():
+            continue
+        model = load(folder)
+        if model.kind in found:
+            raise StorageError(
+                f"{path}: two models of kind {model.kind!r}: promote one with `forewarn models promote`"
+            )
+        found[model.kind] = model
+    return found
 
 
 def bundled_path() -> Path:
     """The folder of models shipped with Forewarn."""
-    raise NotImplementedError
+    return Path(__file__).parent / "bundled"
+
+
+def as_dict(model: StoredModel) -> dict[str, Any]:
+    """A stored model for JSON output."""
+    found: dict[str, Any] = msgspec.to_builtins(model)
+    return found
