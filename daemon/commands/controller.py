@@ -9,6 +9,7 @@ from pathlib import Path
 
 from forewarn.collectors.errors import ConfigError
 from forewarn.daemon.config import Config, ControllerConfig
+from forewarn.daemon.controller import logs
 from forewarn.daemon.controller.mailbox import Mailbox, Outcome
 from forewarn.daemon.controller.sidecar import Controller, new_secret
 
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
         return 0
     if arguments.report:
         return _report(arguments, settings)
+    logs.set_up(config.log_level)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -118,6 +119,7 @@ class Messenger:
         self._client = client
         self._job = job
         self._registration = registration
+        self._registered: dict[str, Any] | None = None
         self._poll_interval_s = poll_interval_s
         self._interval_s = interval_s
         self._since_poll_s = poll_interval_s
@@ -136,18 +138,29 @@ class Messenger:
 
     def round(self) -> bool:
         """One pass; false when the service could not be reached, and nothing was lost by it."""
+        return self._register() and self._deliver() and self._poll()
+
+    def _register(self) -> bool:
+        """Register the job, and again whenever the loop has saved since."""
+        if self._registration is None:
+            return True
+        body = dict(self._registration)
+        noted = self._mailbox.last_checkpoint()
+        if noted is not None:
+            body["last_checkpoint"] = datetime.fromtimestamp(noted["time"], tz=UTC).isoformat()
+        if body == self._registered:
+            return True
         try:
-            if self._registration is not None:
-                self._client.register(self._job, self._registration)
-                self._registration = None
-                _log.info("job_registered", job=self._job)
+            self._client.register(self._job, body)
         except RefusedError as error:
             _log.error("job_refused", job=self._job, error=str(error))
-            self._registration = None
-        except ForewarnError as error:
+        except UnavailableError as error:
             _log.warning("service_unreachable", error=str(error))
             return False
-        return self._deliver() and self._poll()
+        else:
+            _log.info("job_registered", job=self._job, last_checkpoint=body.get("last_checkpoint"))
+        self._registered = body
+        return True
 
     def _deliver(self) -> bool:
         for message in self._mailbox.undelivered():

@@ -37,6 +37,7 @@ create table if not exists acknowledgements (
     number integer primary key autoincrement, protection text not null, body text not null,
     made real not null, state text not null default 'waiting', attempts integer not null default 0,
     trouble text not null default '');
+create table if not exists notes (name text primary key, value text not null);
 """
 
 
@@ -155,6 +156,21 @@ class Mailbox:
                 if done.rowcount:
                     self._queue(run, protection, body, now)
         self.refresh_flag()
+
+    def note_checkpoint(self, time: float, step: int, checkpoint: str) -> None:
+        """The loop saved on its own account at `time`."""
+        value = json.dumps({"time": time, "step": step, "checkpoint": checkpoint})
+        with self._transaction() as run:
+            run("insert or replace into notes values ('last_checkpoint', ?)", (value,))
+
+    def last_checkpoint(self) -> dict[str, Any] | None:
+        """`time`, `step` and `checkpoint` of the newest save that was noted; None when there was none."""
+        with self._transaction() as run:
+            row = run("select value from notes where name = 'last_checkpoint'").fetchone()
+        if row is None:
+            return None
+        noted: dict[str, Any] = json.loads(row[0])
+        return noted
 
     def undelivered(self, limit: int = 100) -> list[Acknowledgement]:
         """Acknowledgements the service has not taken yet, in the order they were made."""

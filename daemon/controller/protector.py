@@ -82,6 +82,13 @@ class Protector:
             return None
         return self._save(step, save)
 
+    def note_checkpoint(self, step: int, checkpoint: Path | str) -> None:
+        """Tell of a save the loop made on its own account: the service then knows how much work is at stake."""
+        try:
+            self.mailbox.note_checkpoint(self._clock.now(), step, os.fspath(checkpoint))
+        except StorageError as error:
+            _log.error("state_unusable", error=str(error))
+
     def request(self) -> None:
         """Ask for a save at the next step boundary from inside the process; safe in a signal handler."""
         self._by_hand = True
@@ -143,6 +150,7 @@ class Protector:
                 state="completed", checkpoint=checkpoint, step=step, duration_seconds=round(duration_s, 6)
             )
             self.mailbox.finish(asked, outcome)
+            self.mailbox.note_checkpoint(self._clock.now(), step, checkpoint)
         except StorageError as error:
             # The request stays open and the flag stays: the next look tries again.
             _log.error("state_unusable", error=str(error))

@@ -125,6 +125,17 @@ def test_job_is_registered_before_anything_else_is_said(mailbox: Mailbox, servic
     ]
 
 
+def test_saves_of_the_loop_itself_are_registered_too(mailbox: Mailbox, service: Service) -> None:
+    messenger = Messenger(mailbox, service.client(), job="llm", registration={"nodes": ["n1"]})
+    messenger.round()
+    mailbox.note_checkpoint(1_796_130_000.0, 10, "c")
+    assert messenger.round() and messenger.round()
+    assert [body for _, _, body in service.heard] == [
+        {"nodes": ["n1"]},
+        {"nodes": ["n1"], "last_checkpoint": "2026-12-01T13:00:00+00:00"},
+    ]
+
+
 def test_polling_finds_what_no_webhook_could_bring(mailbox: Mailbox, service: Service) -> None:
     items = [{"id": "p5", "job": "llm", "state": "open"}, {"state": "open"}, "noise"]
     service.answer = lambda request: httpx.Response(200, json={"items": items})
