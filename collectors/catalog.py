@@ -614,7 +614,51 @@ _SELF = [
     _c(
         "agent_cpu_seconds_total", "seconds", "CPU time of the agent and its children", "the agent", 0, "node"
     ),
+    _c(
+        "agent_batches_refused_total",
+        "1",
+        "Batches the service refused for good; they wait in the spool's quarantine",
+        "the agent",
+        1,
+        "node",
+    ),
+    _g(
+        "agent_spool_degraded",
+        "1",
+        "1 when batches wait in memory because the disk fails",
+        "the agent",
+        1,
+        "node",
+    ),
     _g("agent_devices_missing", "1", "Devices seen before and not now", "the agent", 1, "node"),
+    _g("agent_collectors_down", "1", "Sources whose last poll failed or is overdue", "the agent", 1, "node"),
+    _g("agent_poll_seconds_max", "seconds", "Slowest poll since the last batch", "the agent", 1, "node"),
+    _g(
+        "agent_poll_lateness_seconds_max",
+        "seconds",
+        "Longest wait for a reading beyond its interval since the last batch",
+        "the agent",
+        1,
+        "node",
+    ),
+    _c(
+        "agent_collection_errors_total",
+        "1",
+        "Polls of any source that failed in whole or part",
+        "the agent",
+        1,
+        "node",
+    ),
+    _c(
+        "agent_collection_timeouts_total",
+        "1",
+        "Polls of any source that passed their deadline",
+        "the agent",
+        1,
+        "node",
+    ),
+    _g("gpu_poll_gap_seconds", "seconds", "Time between the last two readings of this GPU", "the agent", 1),
+    _g("gpu_metrics_missing", "1", "Metrics this GPU gave before and does not give now", "the agent", 1),
 ]
 
 METRICS: dict[str, Metric] = {m.name: m for m in (*_GPU, *_DISK, *_TRAINING, *_SELF)}
@@ -630,8 +674,15 @@ EVENTS: dict[str, EventKind] = {
         EventKind("edac", "A host memory error", "ce, ue"),
         EventKind("nvme", "An NVMe drive in trouble", "timeout, reset, dead, io_error"),
         EventKind("ata", "An ATA link or drive in trouble", "exception, reset, io_error, disabled"),
-        EventKind("disk_error", "A block device error", "io_error, medium_error"),
-        EventKind("mlx5", "A ConnectX adapter in trouble", "slot_power, module_temp, link_down, health, ..."),
+        EventKind("disk_error", "A block device error", "io_error, medium_error, raid_degraded"),
+        EventKind("pcie", "A PCIe device or slot that went away", "link_down, card_gone, inaccessible"),
+        EventKind("gpu_driver", "The NVIDIA driver could not bring a GPU up", "init_failed"),
+        EventKind(
+            "mlx5",
+            "A ConnectX adapter in trouble",
+            "slot_power, module_temp, module_error, module_unplugged, link_down, link_up, health, temperature, "
+            "command_timeout, tx_timeout, rx_timeout",
+        ),
         EventKind("link_down", "A network link went down", "interface"),
         EventKind("link_up", "A network link came up", "interface"),
         EventKind("oom", "The kernel killed a process for memory", "kill"),
@@ -658,3 +709,21 @@ EVENTS: dict[str, EventKind] = {
 def metrics_of(kind: str) -> list[Metric]:
     """All metrics of one kind of device, in catalog order."""
     return [m for m in METRICS.values() if m.kind == kind]
+
+
+EXPOSED_PREFIX = "forewarn_"
+SECONDS_PER_HOUR = 3600.0
+
+
+def exposed_name(metric: Metric) -> str:
+    """The name on a Prometheus page, by its conventions: counters end in `_total`, gauges never do, time is in
+    seconds. `disk_power_on_hours` is `forewarn_disk_power_on_seconds` there."""
+    name = metric.name.removesuffix("_total")
+    if metric.unit == "hours":
+        name = name.removesuffix("_hours") + "_seconds"
+    return EXPOSED_PREFIX + name + ("_total" if metric.type == "counter" else "")
+
+
+def exposed_scale(metric: Metric) -> float:
+    """What a value is multiplied with on a Prometheus page."""
+    return SECONDS_PER_HOUR if metric.unit == "hours" else 1.0

@@ -42,6 +42,10 @@ class AgentConfig(msgspec.Struct, forbid_unknown_fields=True):
     """Where batches go."""
     token_file: str = ""
     """File that holds the agent's bearer token; FOREWARN_AGENT_TOKEN overrides it."""
+    ca_file: str = ""
+    """Certificates to trust for an https service_url; default: those of the system."""
+    root: str = "/"
+    """Folder in front of /proc, /sys and /dev: `/host` in a container that mounts them there."""
     spool: str = "/var/lib/forewarn/spool.db"
     """SQLite file in which batches wait until the service has them."""
     spool_max_bytes: int = 512 * 1024 * 1024
