@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,9 +150,9 @@ class Rings:
 
 
 @jit
-def _advance(  # type: ignore[no-untyped-def]  # arrays; types are numba's to infer
-    r, t, width, offset, slots, head, ring, bucket, slot
-):
+def _advance(
+    r: Any, t: Any, width: Any, offset: Any, slots: Any, head: Any, ring: Any, bucket: Any, slot: Any
+) -> None:
     """Move the rings of a device on to time `t`; fills `bucket` and `slot` (-1: too old for the ring)."""
     signals = ring.shape[2]
     for level in range(width.shape[0]):
@@ -174,7 +175,7 @@ def _advance(  # type: ignore[no-untyped-def]  # arrays; types are numba's to in
 
 
 @jit
-def _add(r, s, amount, slot, ring):  # type: ignore[no-untyped-def]  # arrays; types are numba's to infer
+def _add(r: Any, s: Any, amount: Any, slot: Any, ring: Any) -> None:
     """Add to a counter's bucket on every level."""
     for level in range(slot.shape[0]):
         k = slot[level]
@@ -184,37 +185,37 @@ def _add(r, s, amount, slot, ring):  # type: ignore[no-untyped-def]  # arrays; t
 
 
 @jit
-def _take(  # type: ignore[no-untyped-def]  # arrays; types are numba's to infer
-    times,
-    rows,
-    columns,
-    values,
-    start,
-    signal,
-    types,
-    bits,
-    anchor,
-    counter,
-    width,
-    offset,
-    slots,
-    missed,
-    last_time,
-    last_value,
-    reference,
-    low,
-    interval,
-    head,
-    ring,
-    filled,
-    total,
-    first,
-    recent,
-    most,
-    seen,
-    late,
-    taken,
-):
+def _take(
+    times: Any,
+    rows: Any,
+    columns: Any,
+    values: Any,
+    start: Any,
+    signal: Any,
+    types: Any,
+    bits: Any,
+    anchor: Any,
+    counter: Any,
+    width: Any,
+    offset: Any,
+    slots: Any,
+    missed: Any,
+    last_time: Any,
+    last_value: Any,
+    reference: Any,
+    low: Any,
+    interval: Any,
+    head: Any,
+    ring: Any,
+    filled: Any,
+    total: Any,
+    first: Any,
+    recent: Any,
+    most: Any,
+    seen: Any,
+    late: Any,
+    taken: Any,
+) -> None:
     levels = width.shape[0]
     bucket = np.empty(levels, np.int64)
     slot = np.empty(levels, np.int64)
@@ -305,9 +306,20 @@ def _take(  # type: ignore[no-untyped-def]  # arrays; types are numba's to infer
 
 
 @jit
-def _take_events(  # type: ignore[no-untyped-def]  # arrays; types are numba's to infer
-    times, rows, signals, amounts, width, offset, slots, head, ring, total, first, recent
-):
+def _take_events(
+    times: Any,
+    rows: Any,
+    signals: Any,
+    amounts: Any,
+    width: Any,
+    offset: Any,
+    slots: Any,
+    head: Any,
+    ring: Any,
+    total: Any,
+    first: Any,
+    recent: Any,
+) -> None:
     levels = width.shape[0]
     bucket = np.empty(levels, np.int64)
     slot = np.empty(levels, np.int64)
@@ -323,9 +335,19 @@ def _take_events(  # type: ignore[no-untyped-def]  # arrays; types are numba's t
 
 
 @jit
-def _read(  # type: ignore[no-untyped-def]  # arrays; types are numba's to infer
-    now, rows, gauge, window_level, window_buckets, width, offset, slots, head, ring, out
-):
+def _read(
+    now: Any,
+    rows: Any,
+    gauge: Any,
+    window_level: Any,
+    window_buckets: Any,
+    width: Any,
+    offset: Any,
+    slots: Any,
+    head: Any,
+    ring: Any,
+    out: Any,
+) -> None:
     signals = ring.shape[2]
     count = np.empty(signals, np.int64)
     sums = np.empty(signals, np.float64)

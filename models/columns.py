@@ -84,7 +84,8 @@ class Columns:
 
 def log1p(values: NDArray[np.floating]) -> Singles:
     """log(1 + x) of what is 0 or more, float32."""
-    return np.log1p(np.maximum(values, 0)).astype(np.float32)
+    logs: Singles = np.log1p(np.maximum(values, 0)).astype(np.float32)
+    return logs
 
 
 def _ratio(a: Singles, b: Singles) -> Singles:
@@ -101,8 +102,8 @@ def _counter(c: Columns, v: View, signal: str, compare: bool = True) -> None:
     for w in names:
         c.add(f"{signal}.increase_{w}", 1, log1p(increase[w]))
     long, longest = v.scheme.windows[-2], v.scheme.windows[-1]
-    for w in (long, longest):
-        c.add(f"{signal}.active_{w.name}", 1, v.window(signal, w.name, ACTIVE) / w.buckets)
+    for window in (long, longest):
+        c.add(f"{signal}.active_{window.name}", 1, v.window(signal, window.name, ACTIVE) / window.buckets)
     short = v.scheme.windows[1]
     share = short.seconds / long.seconds
     c.add(f"{signal}.acceleration", 0, log1p(increase[short.name]) - log1p(increase[long.name] * share))

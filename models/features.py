@@ -247,10 +247,10 @@ class FeatureEngine:
                 f"values: shape {cells.shape}, but {len(devices)} devices x {len(metrics)} metrics"
             )
         cells = cells[:, taken]
-        some = np.isfinite(cells).any(axis=1)
+        some: NDArray[np.bool_] = np.asarray(np.isfinite(cells).any(axis=1))
         if not some.all():
             cells = cells[some]
-            devices = [d for d, s in zip(devices, some, strict=True) if s]
+            devices = [d for d, s in zip(devices, some.tolist(), strict=True) if s]
             if not devices:
                 return
         rows = self.rows(devices)
@@ -388,7 +388,9 @@ class FeatureEngine:
         rings, places = self._rings, self._places
         nodes, models = self._groups_of(rows)
         failures = places.failures[rows]
-        by_node = np.bincount(places.node[rows], places.slot_failures[rows]) if len(rows) else np.zeros(1)
+        by_node: Floats = np.bincount(places.node[rows], places.slot_failures[rows], minlength=1).astype(
+            np.float64
+        )
         view = View(
             now=now,
             scheme=self.scheme,
@@ -407,7 +409,7 @@ class FeatureEngine:
             failures=failures,
             last_failure=places.last_failure[rows],
             slot_failures=places.slot_failures[rows],
-            node_failures=by_node[places.node[rows]] if len(rows) else np.empty(0),
+            node_failures=by_node[places.node[rows]],
         )
         return columns.build(view)
 
@@ -435,12 +437,13 @@ class FeatureEngine:
     def levels(self, metrics: Sequence[str]) -> tuple[list[str], Floats]:
         """Last values of some metrics of every device: (devices x metrics), NaN where never reported."""
         rows = self._known_rows()
-        return [self._names[r] for r in rows], self._rings.last_value[
-            np.ix_(rows, [self._metric_column[m] for m in metrics])
-        ]
+        numbers = np.array([self._metric_column[m] for m in metrics], np.int64)
+        return [self._names[r] for r in rows], self._rings.last_value[np.ix_(rows, numbers)]
 
     def signal_history(self, device: str, signal: str) -> tuple[float, float, float]:
         """Increase since first sight, stamp of the first increase and of the last; NaN: none."""
+        if device not in self._row:
+            return 0.0, np.nan, np.nan
         row, column = self._row[device], self.scheme.signal(signal)
         rings = self._rings
         return (

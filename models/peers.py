@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ class Groups:
 
 
 @jit
-def _median(order, start, values, least, out):  # type: ignore[no-untyped-def]  # arrays; types are numba's to infer
+def _median(order: Any, start: Any, values: Any, least: Any, out: Any) -> None:
     for g in range(start.shape[0] - 1):
         low, high = start[g], start[g + 1]
         known = np.empty(high - low, np.float32)
@@ -66,7 +67,7 @@ def difference(groups: Groups, values: Singles, least: int = LEAST_PEERS) -> Sin
 
 
 @jit
-def _slopes(order, start, x, y, floor, out):  # type: ignore[no-untyped-def]  # arrays; types are numba's to infer
+def _slopes(order: Any, start: Any, x: Any, y: Any, floor: Any, out: Any) -> None:
     for g in range(start.shape[0] - 1):
         sxx, sxy = 0.0, 0.0
         for i in range(start[g], start[g + 1]):
@@ -100,4 +101,5 @@ def robust_z(groups: Groups, values: Singles, least: float, peers: int = LEAST_P
     """Distance from the group's median in robust deviations (1.4826 x MAD), which are at least `least`."""
     distance = difference(groups, values, peers)
     spread = 1.4826 * median(groups, np.abs(distance), peers)
-    return (distance / np.maximum(spread, least)).astype(np.float32)
+    z: Singles = (distance / np.maximum(spread, least)).astype(np.float32)
+    return z

@@ -116,7 +116,7 @@ class RiskModel:
     def calibrated(self, raw: NDArray[np.float64], horizon_s: int) -> NDArray[np.float64]:
         """Probability for raw scores."""
         x, y = self._tables[horizon_s]
-        return np.interp(raw, x, y)
+        return np.asarray(np.interp(raw, x, y), np.float64)
 
     def predict(self, table: FeatureTable) -> NDArray[np.float32]:
         """Calibrated probabilities (devices x horizons); never falling from a horizon to a longer one."""

@@ -199,6 +199,7 @@ _GPU_SIGNALS = (
 _GPU_LEVEL_METRICS = (
     "gpu_temperature_margin_celsius",
     "gpu_temperature_slowdown_celsius",
+    "gpu_temperature_shutdown_celsius",
     "gpu_power_limit_watts",
     "gpu_power_limit_default_watts",
     "gpu_sm_clock_max_hertz",

@@ -27,7 +27,7 @@ class _Hashing:
         self._stream = stream
         self.digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         self.digest.update(data)
         return self._stream.write(data)
 
@@ -56,7 +56,7 @@ def write(path: Path, header: Mapping[str, Any], arrays: Mapping[str, NDArray[An
             stream.write(len(head).to_bytes(8, "little"))
             stream.write(head)
             for array in arrays.values():
-                stream.write(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+                stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             file.write(stream.digest.digest())
             file.flush()
             os.fsync(file.fileno())
