@@ -83,11 +83,21 @@ def _build(name: str, factory: Any, options: Mapping[str, Any], setup: Setup) ->
 
 def _convert(value: Any, kind: Any) -> Any:
     """From text (a command line) or TOML to the annotated type; a list may be given with commas."""
-    from typing import get_origin
+    from typing import get_args, get_origin
 
+    if isinstance(value, str) and type(None) in get_args(kind):
+        kind = next(
+            k for k in get_args(kind) if k is not type(None)
+        )  # `list[str] | None` from text is a list
     if isinstance(value, str) and get_origin(kind) is list:
-        return msgspec.convert([v.strip() for v in value.split(",") if v.strip()], kind, strict=False)
+        value = [v.strip() for v in value.split(",") if v.strip()]
     if isinstance(value, str) and get_origin(kind) is dict:
         pairs = [v.split("=", 1) for v in value.split(",") if v.strip()]
-        return msgspec.convert({k.strip(): v.strip() for k, v in pairs}, kind, strict=False)
-    return msgspec.convert(value, kind, strict=False)
+        value = {k.strip(): v.strip() for k, v in pairs}
+    return msgspec.convert(value, kind, strict=False, dec_hook=_path)
+
+
+def _path(kind: type, value: Any) -> Any:
+    if issubclass(kind, Path) and isinstance(value, str):
+        return Path(value)
+    raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
