@@ -144,6 +144,7 @@ class Shipper:
         self._not_before = 0.0
         self._may_hurry = True
         self._attempts = 0
+        self._last_try = -math.inf
         self._said = ""
         self.sent = 0
         self.last_ok: float | None = None
@@ -159,6 +160,7 @@ class Shipper:
         item = self._spool.peek()
         if item is None:
             return None
+        self._last_try = now
         try:
             batch = msgspec.structs.replace(wire.decode(item.body), sent=self._clock.now())
         except Exception as error:  # a row that no longer decodes must not hold up all behind it
@@ -250,8 +252,9 @@ class Shipper:
         self._thread.start()
 
     def wake(self, *, urgent: bool = False) -> None:
-        """There is something to send. Urgent: try at once even while backing off from a dead connection."""
-        if urgent and self._may_hurry:
+        """There is something to send. Urgent: try at once even while backing off from a dead connection
+        (but once a second at most)."""
+        if urgent and self._may_hurry and self._clock.monotonic() - self._last_try >= BACKOFF_FIRST_S:
             self._not_before = 0.0
         self._wake.set()
 

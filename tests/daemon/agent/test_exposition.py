@@ -104,7 +104,7 @@ def test_served_over_http() -> None:
             urllib.request.urlopen(f"{base}/healthz", timeout=5)
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{base}/", timeout=5)
-        with pytest.raises(StorageError, match="agent.listen"):
+        with pytest.raises(StorageError, match=r"agent\.listen"):
             MetricsServer("127.0.0.1", server.port, page_of(), lambda: (True, "ok"))
     finally:
         server.stop()

@@ -54,7 +54,7 @@ def test_every_batch_decodes_at_the_service() -> None:
     intake = Intake("n1", clock)
     events = [
         Event("", "xid", "79", "critical", "m", pci="0000:3b:00"),
-        Event("n1", "telemetry_dropped", "x", "error", "m"),
+        Event("n1", "telemetry_dropped", "x", "error", ""),
     ]
     took(intake, clock, gpu_reading(events=events))
     parts = cut(intake)

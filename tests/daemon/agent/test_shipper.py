@@ -111,6 +111,14 @@ def test_an_urgent_batch_tries_a_dead_connection_at_once(spool: Spool, clock: Ma
     s = shipper(spool, transport, clock)
     s.step()
     s.wake(urgent=True)
+    assert s.step() == 1.0, "but once a second at most"
+    s = shipper(spool, FakeTransport(*[ConnectionRefusedError("no")] * 5, 200), clock)
+    for wait_s in (1, 2, 4, 8):
+        assert s.step() == wait_s
+        clock.advance(wait_s)
+    assert s.step() == 16
+    clock.advance(2)
+    s.wake(urgent=True)
     assert s.step() == 0.0
 
 
@@ -201,7 +209,7 @@ def test_retry_after_in_every_form(header: str, seconds: float | None) -> None:
 
 @pytest.mark.parametrize("url", ["", "service:8420", "ftp://service", "http://", "http://host:notaport"])
 def test_an_address_that_is_none_is_an_error_that_names_the_setting(url: str) -> None:
-    with pytest.raises(ConfigError, match="agent.service_url"):
+    with pytest.raises(ConfigError, match=r"agent\.service_url"):
         HttpTransport(url, lambda: "")
 
 
