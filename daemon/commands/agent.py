@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace, config: configuration.Config) -> int:
         server.stop()
     sys.stderr.flush()
     if agent.restart:
-        os.execv(sys.executable, [sys.executable, "-m", "forewarn.daemon.cli", *sys.argv[1:]])  # noqa: S606  # itself again
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  # itself again
     # Abandoned polls may hang in a driver for ever: end without waiting for their threads.
     os._exit(0)
 
