@@ -1,0 +1,220 @@
+// Devices: the list, one device with its reasons and history, one node.
+
+import { get } from "./api.js";
+import { lineChart, lineKeys } from "./charts.js";
+import { card, chip, deviceLink, empty, h, nodeLink, simulatedTag, table } from "./dom.js";
+import { eventTable } from "./events.js";
+import { ago, clockTime, duration, horizonName, metricName, metricValue, percent, seconds } from "./format.js";
+
+export function devicesView(main) {
+  const filter = { kind: "", min_risk: "" };
+  const body = h("div", {});
+  const select = (name, text, choices) => {
+    const box = h("select", {}, choices.map(([value, label]) => h("option", { value }, label)));
+    box.addEventListener("change", () => {
+      filter[name] = box.value;
+      view.refresh();
+    });
+    return h("label", {}, text, box);
+  };
+  main.append(
+    h("div", { class: "head" }, h("h1", {}, "Devices")),
+    card(
+      "By risk",
+      null,
+      h("div", { class: "filters" }, select("kind", "Kind", [["", "all"], ["gpu", "GPUs"], ["disk", "disks"], ["node", "hosts"]]), select("min_risk", "Risk", [["", "any"], ["0.05", "5 % or more"], ["0.2", "20 % or more"], ["0.5", "50 % or more"]])),
+      body,
+    ),
+  );
+  const view = {
+    async refresh() {
+      const answer = await get("v1/risk", { ...filter, limit: 200 });
+      body.replaceChildren(
+        table(
+          [
+            ["Device", (item) => [deviceLink(item.device), " ", simulatedTag(item)]],
+            ["Model", (item) => item.model || ""],
+            ["Level", (item) => chip(item.level)],
+            ["Risk", (item) => Object.entries(item.risk || {}).map(([horizon, p]) => `${percent(p)} in ${horizonName(horizon)}`).join(" · ") || percent(item.max_risk), "num"],
+            ["Reason", (item) => item.reason || ""],
+          ],
+          answer.items || [],
+          "No device matches.",
+        ),
+        answer.next ? h("p", { class: "empty" }, "The 200 most at risk are shown.") : "",
+      );
+    },
+  };
+  return view;
+}
+
+export function deviceView(main, id) {
+  const node = id.split("/")[0];
+  const title = h("h1", { class: "mono" }, id);
+  const tags = h("span", {});
+  const body = h("div", { class: "stack" });
+  main.append(h("div", { class: "head" }, h("div", { class: "crumbs" }, h("a", { href: "#/" }, "Fleet"), " / ", nodeLink(node)), title, tags), body);
+  return {
+    async refresh() {
+      const [device, events] = await Promise.all([get(`v1/risk/${encodeURIComponent(id).replaceAll("%2F", "/")}`), get("v1/events", { device: id, limit: 50 })]);
+      tags.replaceChildren(chip(device.level), " ", simulatedTag(device) || "");
+      const items = events.items || [];
+      body.replaceChildren(
+        h("div", { class: "half" }, riskCard(device), reasonsCard(device)),
+        historyCard(device, items),
+        metricsCard(device, items),
+        card("Events of this device", null, eventTable(items)),
+      );
+    },
+  };
+}
+
+function riskCard(device) {
+  const risk = Object.entries(device.risk || {}).sort(([a], [b]) => a - b);
+  return card(
+    "Chance of failure",
+    h("span", { class: "note" }, "calibrated, within the time named"),
+    h(
+      "div",
+      { class: "body stack" },
+      risk.length
+        ? h("div", { class: "horizons" }, risk.map(([horizon, p]) => h("div", { class: "horizon" }, h("span", { class: "muted" }, horizonName(horizon)), h("b", {}, percent(p)), meter(p, device.level))))
+        : h("p", { class: "muted" }, "No risk is known for this device yet."),
+      h(
+        "dl",
+        { class: "facts" },
+        [
+          ["Kind", device.kind],
+          ["Model", device.model],
+          ["Serial", device.serial],
+          ["Last reading", device.last_seen ? ago(device.last_seen) : ""],
+        ]
+          .filter(([, value]) => value)
+          .map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
+      ),
+    ),
+  );
+}
+
+function meter(p, level) {
+  const bar = h("i", { "data-level": level });
+  bar.style.setProperty("width", `${Math.max(1, Math.min(100, p * 100))}%`);
+  return h("div", { class: "meter", "aria-hidden": "true" }, bar);
+}
+
+function reasonsCard(device) {
+  const reasons = device.reasons || [];
+  const line = (reason) => {
+    const item = typeof reason === "string" ? { text: reason } : reason;
+    const rule = Boolean(item.rule) || item.contribution === null || item.contribution === "Infinity" || item.contribution > 50;
+    const since = seconds(item.since);
+    return h(
+      "li",
+      { class: "reason" },
+      h("span", {}, item.text),
+      rule ? h("span", { class: "rule", title: "A rule for what is known to be fatal or nearly so" }, "rule") : h("span", { class: "muted num nowrap", title: "Contribution in log odds" }, Number.isFinite(item.contribution) ? `${item.contribution > 0 ? "+" : ""}${item.contribution.toFixed(2)}` : ""),
+      since ? h("small", {}, `since ${clockTime(since)} (${ago(since)})`) : null,
+    );
+  };
+  return card("Why", h("span", { class: "note" }, "strongest first; numbers are log odds"), reasons.length ? h("ul", { class: "list" }, reasons.map(line)) : empty("Nothing raises this device's risk above its usual."));
+}
+
+function historyCard(device, events) {
+  const history = device.history || [];
+  const horizons = Object.keys(device.risk || {}).sort((a, b) => a - b);
+  const lines = horizons.map((horizon) => ({ name: horizonName(horizon), points: history.map((row) => [seconds(row.time), valueOf(row, horizon)]) }));
+  const marks = events.filter((event) => event.severity === "critical").map((event) => seconds(event.time));
+  if (!history.length) return card("Risk over time", null, empty("No history yet: it grows with every scoring cycle."));
+  return card("Risk over time", h("span", { class: "note" }, `${history.length} cycles; dashed red: critical events`), h("div", { class: "body" }, lineKeys(lines.map((line) => line.name)), lineChart(lines, { name: "Chance of failure", show: percent, low: 0, high: 1, height: 110, marks })));
+}
+
+function valueOf(row, horizon) {
+  const risk = row.risk || {};
+  const value = risk[horizon];
+  return value === undefined || value === null ? null : value;
+}
+
+const FIRST = ["gpu_ecc_dram_corrected_total", "gpu_ecc_dram_uncorrected_total", "gpu_row_remap_corrected_total", "gpu_temperature_celsius", "gpu_memory_temperature_celsius", "gpu_power_watts", "gpu_sm_clock_hertz", "gpu_pcie_replay_total"];
+
+function metricsCard(device, events) {
+  const series = device.series || {};
+  const latest = device.latest || device.readings || {};
+  const names = Object.keys(series);
+  const order = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+  names.sort((a, b) => order(a) - order(b) || a.localeCompare(b));
+  const marks = events.filter((event) => event.severity === "critical").map((event) => seconds(event.time));
+  const charts = names.map((name) => lineChart([{ name, points: pointsOf(series[name]) }], { name: metricName(name) + (name.endsWith("_total") ? ", increase" : ""), show: (value) => metricValue(name, value), marks }));
+  const rest = Object.keys(latest)
+    .filter((name) => !names.includes(name))
+    .sort();
+  if (!charts.length && !rest.length) return card("Readings", null, empty("No readings are held for this device."));
+  return card(
+    "Readings",
+    null,
+    charts.length ? h("div", { class: "body charts" }, charts) : null,
+    rest.length
+      ? table(
+          [
+            ["Reading", (name) => metricName(name)],
+            ["Value", (name) => metricValue(name, valueIn(latest[name])), "num"],
+            ["Metric", (name) => h("code", { class: "muted" }, name)],
+          ],
+          rest,
+          "",
+        )
+      : null,
+  );
+}
+
+function pointsOf(found) {
+  if (Array.isArray(found)) return found.map((pair) => (Array.isArray(pair) ? [seconds(pair[0]), pair[1]] : [seconds(pair.time), pair.value]));
+  return (found.times || found.time || []).map((time, index) => [seconds(time), (found.values || found.value)[index]]);
+}
+
+function valueIn(found) {
+  if (Array.isArray(found)) return found[0];
+  return found !== null && typeof found === "object" ? found.value : found;
+}
+
+export function nodeView(main, id) {
+  const tags = h("span", {});
+  const body = h("div", { class: "stack" });
+  main.append(h("div", { class: "head" }, h("div", { class: "crumbs" }, h("a", { href: "#/" }, "Fleet")), h("h1", { class: "mono" }, id), tags), body);
+  return {
+    async refresh() {
+      const [node, risk, events] = await Promise.all([get(`v1/nodes/${encodeURIComponent(id)}`), get("v1/risk", { node: id, limit: 500 }), get("v1/events", { node: id, limit: 50 })]);
+      const items = (risk.items || []).sort((a, b) => a.device.localeCompare(b.device, "en", { numeric: true }));
+      tags.replaceChildren(chip(node.level), " ", simulatedTag(node) || "", " ", h("span", { class: "muted" }, `last heard ${ago(node.last_seen)}`));
+      body.replaceChildren(
+        card(
+          "Devices",
+          h("span", { class: "note" }, `${items.length}`),
+          h("div", { class: "body tiles" }, items.length ? items.map(tile) : h("p", { class: "muted" }, "No device of this node has a risk yet.")),
+        ),
+        factsCard(node),
+        card("Events of this node", null, eventTable(events.items || [])),
+      );
+    },
+  };
+}
+
+function tile(item) {
+  return h(
+    "a",
+    { class: "tile", href: `#/device/${encodeURIComponent(item.device)}`, "data-level": item.level },
+    h("div", {}, h("span", { class: "mono" }, item.device.split("/")[1] || "host"), h("b", {}, percent(item.max_risk))),
+    h("small", {}, item.model || item.kind),
+    item.reason ? h("small", {}, item.reason) : null,
+  );
+}
+
+function factsCard(node) {
+  const skip = ["node", "devices", "level", "max_risk", "simulated", "items", "risk"];
+  const facts = Object.entries(node).filter(([name, value]) => !skip.includes(name) && value !== null && value !== "" && typeof value !== "object");
+  if (!facts.length) return null;
+  const show = (name, value) => {
+    if (name.endsWith("_seconds") || name.endsWith("_s")) return duration(value);
+    return seconds(value) !== null && /seen|first|since|created|time/.test(name) ? clockTime(value, true) : String(value);
+  };
+  return card("About", null, h("div", { class: "body" }, h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, show(name, value))]))));
+}
