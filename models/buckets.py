@@ -7,6 +7,8 @@ decides, and nothing else: each sample is applied on its own, so any split of a 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,10 @@ INTERVAL_WEIGHT = 0.1
 """Weight of a new interval in a metric's usual interval."""
 MISSED_AFTER = 2.5
 """A poll counts as missed when its interval is this many times the usual one."""
+THREADS = 2
+"""Threads over which large passes are spread; the compiled code holds no interpreter lock."""
+LEAST_FOR_THREADS = 4096
+"""Rows from which it pays."""
 MISSED_MOST = 1000.0
 """Most polls one gap may count as missed: a device switched off for a month is one gap."""
 INTERVAL_CLIP = 3.0
@@ -116,37 +122,52 @@ class Rings:
         """Rings for `capacity` devices."""
         metrics, signals, levels = len(scheme.metrics), len(scheme.signals), len(scheme.levels)
         slots = sum(level.slots for level in scheme.levels)
-        return cls(
-            last_time=np.full((capacity, metrics), -np.inf),
-            last_value=np.full((capacity, metrics), np.nan),
-            reference=np.full((capacity, metrics), np.nan),
-            low=np.full((capacity, metrics), np.nan),
-            interval=np.full((capacity, metrics), np.nan, np.float32),
-            head=np.full((capacity, levels), NO_BUCKET),
-            # Not filled: pages of devices that are not there cost nothing, and the first sample clears its rings.
-            ring=np.empty((capacity, slots, signals), np.float32),
-            filled=np.zeros((capacity, signals, levels), np.int32),
-            total=np.zeros((capacity, signals)),
-            first=np.full((capacity, signals), np.nan),
-            recent=np.full((capacity, signals), np.nan),
-            most=np.full((capacity, signals), np.nan, np.float32),
-            seen=np.full(capacity, -np.inf),
-            late=np.zeros(capacity, np.int64),
-            taken=np.zeros(capacity, np.int64),
+        rings = cls(
+            last_time=np.empty((0, metrics)),
+            last_value=np.empty((0, metrics)),
+            reference=np.empty((0, metrics)),
+            low=np.empty((0, metrics)),
+            interval=np.empty((0, metrics), np.float32),
+            head=np.empty((0, levels), np.int64),
+            ring=np.empty((0, slots, signals), np.float32),
+            filled=np.empty((0, signals, levels), np.int32),
+            total=np.empty((0, signals)),
+            first=np.empty((0, signals)),
+            recent=np.empty((0, signals)),
+            most=np.empty((0, signals), np.float32),
+            seen=np.empty(0),
+            late=np.empty(0, np.int64),
+            taken=np.empty(0, np.int64),
         )
+        rings.grow(capacity)
+        return rings
 
-    def grown(self, scheme: Scheme, capacity: int) -> Rings:
-        """The same state with room for more devices."""
-        larger = Rings.empty(scheme, capacity)
-        for name, array in vars(self).items():
-            getattr(larger, name)[: len(array)] = array
-        return larger
+    def grow(self, capacity: int) -> None:
+        """Make room for more devices, in place: the rings are most of the memory and are not held twice."""
+        before = len(self.seen)
+        for array in vars(self).values():
+            # No view of these arrays outlives a call, so that none can point at the memory given up here.
+            array.resize((capacity, *array.shape[1:]), refcheck=False)
+        self.clear(slice(before, capacity))
 
-    def clear(self, scheme: Scheme, row: int) -> None:
-        """Forget one device."""
-        fresh = Rings.empty(scheme, 1)
+    def clear(self, rows: int | slice) -> None:
+        """Forget one device or several."""
         for name, array in vars(self).items():
-            array[row] = getattr(fresh, name)[0]
+            # A ring needs no clearing: a head of NO_BUCKET has the next sample do it.
+            if name != "ring":
+                array[rows] = _FRESH.get(name, np.nan)
+
+
+_FRESH: dict[str, float | int] = {
+    "last_time": -np.inf,
+    "head": NO_BUCKET,
+    "filled": 0,
+    "total": 0,
+    "seen": -np.inf,
+    "late": 0,
+    "taken": 0,
+}
+"""What arrays of the state begin with, where it is not NaN."""
 
 
 @jit
@@ -186,6 +207,8 @@ def _add(r: Any, s: Any, amount: Any, slot: Any, ring: Any) -> None:
 
 @jit
 def _take(
+    part: Any,
+    parts: Any,
     times: Any,
     rows: Any,
     columns: Any,
@@ -221,6 +244,8 @@ def _take(
     slot = np.empty(levels, np.int64)
     for i in range(times.shape[0]):
         r = rows[i]
+        if r % parts != part:
+            continue
         t = times[i]
         moved = False
         for j in range(columns.shape[0]):
@@ -412,6 +437,16 @@ def _read(
                     out[i, s, w, 2] = np.nan
 
 
+def _spread(run: Callable[[int], None], parts: int) -> None:
+    """Run the parts at once: each has devices of its own, so the outcome is that of one after the other."""
+    if parts == 1:
+        run(0)
+        return
+    with ThreadPoolExecutor(parts) as pool:
+        for done in [pool.submit(run, part) for part in range(parts)]:
+            done.result()
+
+
 def take(
     feed: Feed,
     rings: Rings,
@@ -421,23 +456,30 @@ def take(
     values: Doubles,
 ) -> None:
     """Take in samples: `values` (n x columns), `columns` the metric numbers; in the order given."""
-    _take(
-        times,
-        rows,
-        columns,
-        values,
-        feed.start,
-        feed.signal,
-        feed.type,
-        feed.bits,
-        feed.anchor,
-        feed.counter,
-        feed.width,
-        feed.offset,
-        feed.slots,
-        feed.missed,
-        *vars(rings).values(),
-    )
+    parts = THREADS if len(times) >= LEAST_FOR_THREADS else 1
+
+    def run(part: int) -> None:
+        _take(
+            part,
+            parts,
+            times,
+            rows,
+            columns,
+            values,
+            feed.start,
+            feed.signal,
+            feed.type,
+            feed.bits,
+            feed.anchor,
+            feed.counter,
+            feed.width,
+            feed.offset,
+            feed.slots,
+            feed.missed,
+            *vars(rings).values(),
+        )
+
+    _spread(run, parts)
 
 
 def take_events(
@@ -470,19 +512,28 @@ def read_windows(scheme: Scheme, feed: Feed, rings: Rings, now: float, rows: NDA
     deviation of bucket means, slope per hour."""
     out = np.empty((len(rows), len(scheme.signals), len(scheme.windows), 3), np.float32)
     gauge = np.array([s.type != COUNTER for s in scheme.signals], np.bool_)
-    _read(
-        now,
-        rows,
-        gauge,
-        np.array([w.level for w in scheme.windows], np.int64),
-        np.array([w.buckets for w in scheme.windows], np.int64),
-        feed.width,
-        feed.offset,
-        feed.slots,
-        rings.head,
-        rings.ring,
-        out,
-    )
+    parts = THREADS if len(rows) >= LEAST_FOR_THREADS else 1
+    edges = np.linspace(0, len(rows), parts + 1).astype(int)
+    level = np.array([w.level for w in scheme.windows], np.int64)
+    length = np.array([w.buckets for w in scheme.windows], np.int64)
+
+    def run(part: int) -> None:
+        own = slice(edges[part], edges[part + 1])
+        _read(
+            now,
+            rows[own],
+            gauge,
+            level,
+            length,
+            feed.width,
+            feed.offset,
+            feed.slots,
+            rings.head,
+            rings.ring,
+            out[own],
+        )
+
+    _spread(run, parts)
     return out
 
 

@@ -201,7 +201,7 @@ class FeatureEngine:
         return row
 
     def _grow(self, capacity: int) -> None:
-        self._rings = self._rings.grown(self.scheme, capacity)
+        self._rings.grow(capacity)
         larger = _Places.empty(capacity)
         for name, array in vars(self._places).items():
             getattr(larger, name)[: len(array)] = array
@@ -212,7 +212,7 @@ class FeatureEngine:
         return codes.setdefault(text, len(codes))
 
     def _forget(self, row: int) -> None:
-        self._rings.clear(self.scheme, row)
+        self._rings.clear(row)
         self._places.installed[row] = np.nan
         self._places.failures[row] = 0
         self._places.last_failure[row] = np.nan
