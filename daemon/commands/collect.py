@@ -5,23 +5,18 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from forewarn.collectors import registry
-from forewarn.collectors.base import CollectionError, Collector, Event, Reading
-from forewarn.collectors.clock import Clock, SystemClock
-from forewarn.collectors.errors import ConfigError, ForewarnError, UnavailableError
-from forewarn.daemon import wire
-from forewarn.daemon.agent.identity import PciMap
+from forewarn.collectors.base import CollectionError, Collector, Reading
+from forewarn.collectors.clock import SystemClock
+from forewarn.collectors.errors import ConfigError, UnavailableError
 from forewarn.daemon.agent.main import node_name
-from forewarn.daemon.agent.usage import kill_children
+from forewarn.daemon.agent.single import close_within, collect_within, named
 from forewarn.daemon.config import CollectorConfig, Config
-
-CLOSE_GRACE_S = 1.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,57 +43,6 @@ def parse_options(words: list[str]) -> dict[str, str]:
             raise ConfigError(f"--set {word}: must be KEY=VALUE, for example --set path=/dev/kmsg")
         options[key] = value
     return options
-
-
-def collect_within(collector: Collector, deadline_s: float) -> tuple[Reading, CollectionError | None]:
-    """One reading, or the error that stands for it. A collector that hangs is left behind at its deadline."""
-    result: list[Reading | BaseException] = []
-
-    def work() -> None:
-        try:
-            result.append(collector.collect())
-        except BaseException as error:  # handed to the caller, who sorts it
-            result.append(error)
-
-    thread = threading.Thread(target=work, name=f"collect-{collector.name}", daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if not result:
-        text = f"{collector.name}: no answer within {deadline_s:g} s (its deadline): the source hangs"
-        return Reading(), CollectionError(
-            collector.name, text, remedy="look for hung processes of the driver, or raise --deadline"
-        )
-    outcome = result[0]
-    if isinstance(outcome, Reading):
-        return outcome, None
-    if isinstance(outcome, ForewarnError):
-        return Reading(), CollectionError(collector.name, str(outcome))
-    if isinstance(outcome, Exception):
-        return Reading(), CollectionError(
-            collector.name, f"{collector.name}: {type(outcome).__name__}: {outcome}"
-        )
-    raise outcome
-
-
-def named(reading: Reading, node: str, clock: Clock) -> dict[str, Any]:
-    """The reading as plain data with full device ids and event times; events know their device by PCI address."""
-    pci = PciMap()
-    pci.learn(reading.devices)
-
-    def event(e: Event) -> dict[str, Any]:
-        found = pci.resolve(e)
-        time = clock.now() if found.time is None else found.time
-        return {**msgspec.to_builtins(found), "device": wire.full_id(node, found.device), "time": time}
-
-    def full(record: Any) -> dict[str, Any]:
-        return {**msgspec.to_builtins(record), "device": wire.full_id(node, record.device)}
-
-    return {
-        "samples": [full(s) for s in reading.samples],
-        "events": [event(e) for e in reading.events],
-        "devices": [full(d) for d in reading.devices],
-        "errors": [full(e) for e in reading.errors],
-    }
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
@@ -128,19 +72,9 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
         print(f"forewarn: {failure.message}", file=sys.stderr)
         if failure.remedy:
             print(f"forewarn: {failure.remedy}", file=sys.stderr)
-    _end(collector)
+    if collector is not None:
+        close_within(collector)
     return 1 if failure is not None else 0
-
-
-def _end(collector: Collector | None) -> None:
-    """Close the collector, in bounded time; a thread or child that hangs must not hold up the command."""
-    if collector is None:
-        return
-    closer = threading.Thread(target=collector.close, daemon=True)
-    closer.start()
-    closer.join(CLOSE_GRACE_S)
-    kill_children()
-    sys.stdout.flush()
 
 
 def _show(told: dict[str, Any]) -> None:
