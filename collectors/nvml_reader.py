@@ -1,0 +1,673 @@
+"""Reads GPUs through NVML in this process: what to call, what to make of each error, what not to ask again.
+
+Runs in the child process of the collector, where a call that hangs harms nobody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import pynvml as nvml
+
+from forewarn.collectors import nvml_fields as fields
+from forewarn.collectors.clock import Clock
+from forewarn.collectors.nvml_fields import Tier
+from forewarn.collectors.nvml_protocol import Fault, Gpu, Part
+
+RESTART_CODES = frozenset((1, 6, 9, 18))
+"""UNINITIALIZED, NOT_FOUND, DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH: the session or its handles are void."""
+FUNCTION_NOT_FOUND = 13
+NO_PERMISSION = 4
+GPU_IS_LOST = 15
+RESET_REQUIRED = 16
+NOT_READY = 27
+ABSENT_CODES = frozenset((2, 3, 21, 22, 25, 26))
+"""INVALID_ARGUMENT, NOT_SUPPORTED, NO_DATA, VGPU_ECC_NOT_SUPPORTED, ARGUMENT_VERSION_MISMATCH, DEPRECATED."""
+MAX_C2C_LINKS = 16
+MAX_FAULTS_A_POLL = 3
+"""A GPU that fails this many calls is left for the rest of the poll: each may have cost a driver timeout."""
+
+Pairs = list[tuple[str, float]]
+_FIELD_VALUE = struct.Struct("<IIqqIiQ")
+_DOUBLE = struct.Struct("<d")
+_SIGNED = struct.Struct("<q")
+
+
+class RestartError(Exception):
+    """The session is void; `code` is the NVML code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"NVML code {code}")
+        self.code = code
+
+
+class Call(NamedTuple):
+    """One reading: tried in the order of `ways`, the first that this driver has wins."""
+
+    name: str
+    tier: Tier
+    ways: tuple[Callable[[Any], Pairs], ...]
+
+
+class OpenGpu:
+    """A GPU in reach: its handle, and what is known of what it can do."""
+
+    def __init__(self, device: str, handle: Any) -> None:
+        self.device = device
+        self.handle = handle
+        self.absent: dict[str, float] = {}
+        """Call name to the monotonic time after which it may be asked again."""
+        self.way: dict[str, int] = {}
+        self.blocks: dict[str, FieldBlock] = {}
+        self.links: int | None = None
+        self.fans: int = 0
+        self.mig: float | None = None
+
+    def forget(self) -> None:
+        """Ask everything again: the GPU was configured anew."""
+        self.absent = {name: until for name, until in self.absent.items() if math.isinf(until)}
+        self.blocks.clear()
+        self.links = None
+
+
+class FieldBlock:
+    """The fields of one tier of one GPU in one prepared array; those that are not supported drop out."""
+
+    def __init__(self, entries: Iterable[tuple[int, int, Any]], probe_at: float) -> None:
+        self.probe_at = probe_at
+        self.chunks: list[tuple[Any, list[Any]]] = []
+        self._prepare(list(entries))
+
+    def _prepare(self, entries: list[tuple[int, int, Any]]) -> None:
+        self.chunks = []
+        for start in range(0, len(entries), fields.MAX_FIELDS_A_CALL):
+            part = entries[start : start + fields.MAX_FIELDS_A_CALL]
+            array = (nvml.c_nvmlFieldValue_t * len(part))()
+            for place, (field, scope, _) in enumerate(part):
+                array[place].fieldId, array[place].scopeId = field, scope
+            self.chunks.append((array, [key for _, _, key in part]))
+
+    def read(self, handle: Any) -> tuple[list[tuple[Any, int | float]], list[tuple[int, Any]]]:
+        """(key, value) of what answered, and (code, key) of what failed. Raises NVMLError for the call as a whole."""
+        values: list[tuple[Any, int | float]] = []
+        failures: list[tuple[int, Any]] = []
+        kept: list[tuple[int, int, Any]] = []
+        for array, keys in self.chunks:
+            # The array is made once and read as bytes: building and reading it field by field, as the wrapper
+            # of pynvml does, costs more than all other calls of a poll together.
+            result = nvml.nvmlLib.nvmlDeviceGetFieldValues(handle, ctypes.c_int(len(keys)), array)
+            if result:
+                raise nvml.NVMLError(result)
+            rows = _FIELD_VALUE.iter_unpack(bytes(array))
+            for key, (field, scope, _, _, kind, code, bits) in zip(keys, rows, strict=True):
+                if not code:
+                    values.append((key, _value(kind, bits)))
+                    kept.append((field, scope, key))
+                elif code in ABSENT_CODES:
+                    failures.append((code, key))
+                else:
+                    failures.append((code, key))
+                    kept.append((field, scope, key))
+        if len(kept) != sum(len(keys) for _, keys in self.chunks):
+            self._prepare(kept)
+        return values, failures
+
+
+def _value(kind: int, bits: int) -> int | float:
+    """The union of a field value by its type; the upper bytes of a narrow type are not the driver's."""
+    if kind == 3 or kind == 2:
+        return bits
+    if kind == 1:
+        return bits & 0xFFFFFFFF
+    if kind == 0:
+        return float(_DOUBLE.unpack(bits.to_bytes(8, "little"))[0])
+    if kind == 4:
+        return int(_SIGNED.unpack(bits.to_bytes(8, "little"))[0])
+    if kind == 5:
+        return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
+    return bits & 0xFFFF
+
+
+def text(value: Any) -> str:
+    """Text of NVML, which comes as str from some calls and as bytes from others."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def code_of(error: Exception) -> int:
+    """The NVML code of an error. Errors of pynvml must not be compared or put into sets; their codes may."""
+    if isinstance(error, nvml.NVMLLibraryMismatchError):
+        return FUNCTION_NOT_FOUND  # raised, outside of NVMLError, when an unversioned call has no symbol
+    return int(getattr(error, "value", 999))
+
+
+def pci_address(bus_id: str) -> str | None:
+    """`dddd:bb:dd` of NVML's `00000000:07:00.0`; longer domains (VMD) keep their digits."""
+    domain, _, rest = bus_id.partition(":")
+    try:
+        bus, device = rest.split(".")[0].split(":")
+        return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}"
+    except ValueError:
+        return None
+
+
+# ---- the calls ----
+
+
+def _one(
+    call: Callable[..., Any], metric: str, *arguments: Any, scale: float = 1.0
+) -> Callable[[OpenGpu], Pairs]:
+    def read(gpu: OpenGpu) -> Pairs:
+        return [(metric, call(gpu.handle, *arguments) * scale)]
+
+    return read
+
+
+def _utilization(gpu: OpenGpu) -> Pairs:
+    rates = nvml.nvmlDeviceGetUtilizationRates(gpu.handle)
+    return [("gpu_utilization_ratio", rates.gpu / 100), ("gpu_memory_utilization_ratio", rates.memory / 100)]
+
+
+def _memory(gpu: OpenGpu) -> Pairs:
+    info = nvml.nvmlDeviceGetMemoryInfo(gpu.handle, nvml.nvmlMemory_v2)
+    return [
+        ("gpu_memory_used_bytes", info.used),
+        ("gpu_memory_total_bytes", info.total),
+        ("gpu_memory_reserved_bytes", info.reserved),
+    ]
+
+
+def _memory_v1(gpu: OpenGpu) -> Pairs:
+    # Since R510 "used" of this call holds what the driver reserves; older drivers have nothing better.
+    info = nvml.nvmlDeviceGetMemoryInfo(gpu.handle)
+    return [("gpu_memory_used_bytes", info.used), ("gpu_memory_total_bytes", info.total)]
+
+
+def _codec(call: Callable[[Any], list[int]], metric: str) -> Callable[[OpenGpu], Pairs]:
+    return lambda gpu: [(metric, call(gpu.handle)[0] / 100)]
+
+
+def _fans(gpu: OpenGpu) -> Pairs:
+    if not gpu.fans:
+        gpu.fans = nvml.nvmlDeviceGetNumFans(gpu.handle)
+    speeds = [nvml.nvmlDeviceGetFanSpeed_v2(gpu.handle, fan) for fan in range(gpu.fans)]
+    return [("gpu_fan_speed_ratio", max(speeds) / 100)] if speeds else []
+
+
+def _ecc(metric: str, uncorrected: int, location: int) -> Callable[[OpenGpu], Pairs]:
+    return lambda gpu: [
+        (
+            metric,
+            nvml.nvmlDeviceGetMemoryErrorCounter(gpu.handle, uncorrected, nvml.NVML_AGGREGATE_ECC, location),
+        )
+    ]
+
+
+def _ecc_sum(metric: str, uncorrected: int) -> Callable[[OpenGpu], Pairs]:
+    """SRAM of parts that count it by unit only: L1, L2, register file, texture, CBU."""
+
+    def read(gpu: OpenGpu) -> Pairs:
+        total, answered, last = 0, False, None
+        for location in (0, 1, 3, 5, 6):
+            try:
+                total += nvml.nvmlDeviceGetMemoryErrorCounter(
+                    gpu.handle, uncorrected, nvml.NVML_AGGREGATE_ECC, location
+                )
+                answered = True
+            except nvml.NVMLError as error:
+                if error.value not in ABSENT_CODES:
+                    raise
+                last = error
+        if not answered and last is not None:
+            raise last
+        return [(metric, total)]
+
+    return read
+
+
+def _sram(gpu: OpenGpu) -> Pairs:
+    status = nvml.c_nvmlEccSramErrorStatus_v1_t()  # sets its own version; the driver refuses another with 25
+    nvml.nvmlDeviceGetSramEccErrorStatus(gpu.handle, ctypes.byref(status))
+    return [
+        ("gpu_ecc_sram_threshold_exceeded", 1.0 if status.bThresholdExceeded else 0.0),
+        ("gpu_ecc_sram_parity_uncorrected_total", status.aggregateUncParity),
+        ("gpu_ecc_sram_secded_uncorrected_total", status.aggregateUncSecDed),
+        ("gpu_ecc_sram_l2_uncorrected_total", status.aggregateUncBucketL2),
+        ("gpu_ecc_sram_sm_uncorrected_total", status.aggregateUncBucketSm),
+        ("gpu_ecc_sram_pcie_uncorrected_total", status.aggregateUncBucketPcie),
+        ("gpu_ecc_sram_microcontroller_uncorrected_total", status.aggregateUncBucketMcu),
+        ("gpu_ecc_sram_other_uncorrected_total", status.aggregateUncBucketOther),
+    ]
+
+
+def _remapped(gpu: OpenGpu) -> Pairs:
+    corrected, uncorrected, pending, failed = nvml.nvmlDeviceGetRemappedRows(gpu.handle)
+    return [
+        ("gpu_row_remap_corrected_total", corrected),
+        ("gpu_row_remap_uncorrected_total", uncorrected),
+        ("gpu_row_remap_pending", pending),
+        ("gpu_row_remap_failure", failed),
+    ]
+
+
+def _histogram(gpu: OpenGpu) -> Pairs:
+    banks = nvml.nvmlDeviceGetRowRemapperHistogram(gpu.handle)
+    return [
+        (f"gpu_row_remap_banks_{name}", getattr(banks, name))
+        for name in ("max", "high", "partial", "low", "none")
+    ]
+
+
+def _retired(call: Callable[[Any, int], list[Any]], metric: str, cause: int) -> Callable[[OpenGpu], Pairs]:
+    return lambda gpu: [(metric, len(call(gpu.handle, cause)))]
+
+
+def _fabric(version: int) -> Callable[[OpenGpu], Pairs]:
+    def read(gpu: OpenGpu) -> Pairs:
+        info = nvml.c_nvmlGpuFabricInfo_v3_t() if version == 3 else nvml.c_nvmlGpuFabricInfo_v2_t()
+        nvml.nvmlDeviceGetGpuFabricInfoV(gpu.handle, ctypes.byref(info))
+        if info.state == nvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
+            return []
+        pairs = [("gpu_fabric_state", info.state), ("gpu_fabric_health_mask", info.healthMask)]
+        if info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED:
+            pairs.append(("gpu_fabric_status", info.status))
+        if version == 3:
+            pairs.append(("gpu_fabric_health", info.healthSummary))
+        return pairs
+
+    return read
+
+
+def _first(call: Callable[[Any], list[int]], metric: str) -> Callable[[OpenGpu], Pairs]:
+    return lambda gpu: [(metric, call(gpu.handle)[0])]
+
+
+def _gsp(gpu: OpenGpu) -> Pairs:
+    # Own arguments: the defaults of the wrapper are shared between all callers.
+    enabled, default = ctypes.c_uint(), ctypes.c_uint()
+    nvml.nvmlDeviceGetGspFirmwareMode(gpu.handle, ctypes.pointer(enabled), ctypes.pointer(default))
+    return [("gpu_gsp_enabled", enabled.value)]
+
+
+def _processes(gpu: OpenGpu) -> Pairs:
+    # Only the v3 call: with the older ones, structs of driver and binding differ and process ids come out wrong.
+    return [("gpu_processes", len(nvml.nvmlDeviceGetComputeRunningProcesses_v3(gpu.handle)))]
+
+
+_MHZ = 1e6
+_ECC = (("corrected", 0), ("uncorrected", 1))
+
+CALLS: tuple[Call, ...] = (
+    Call(
+        "temperature",
+        "fast",
+        (
+            _one(nvml.nvmlDeviceGetTemperatureV, "gpu_temperature_celsius", 0),
+            _one(nvml.nvmlDeviceGetTemperature, "gpu_temperature_celsius", 0),
+        ),
+    ),
+    Call("power", "fast", (_one(nvml.nvmlDeviceGetPowerUsage, "gpu_power_watts", scale=1e-3),)),
+    Call(
+        "energy",
+        "fast",
+        (_one(nvml.nvmlDeviceGetTotalEnergyConsumption, "gpu_energy_joules_total", scale=1e-3),),
+    ),
+    Call("sm_clock", "fast", (_one(nvml.nvmlDeviceGetClockInfo, "gpu_sm_clock_hertz", 1, scale=_MHZ),)),
+    Call(
+        "memory_clock", "fast", (_one(nvml.nvmlDeviceGetClockInfo, "gpu_memory_clock_hertz", 2, scale=_MHZ),)
+    ),
+    Call("utilization", "fast", (_utilization,)),
+    Call("memory", "fast", (_memory, _memory_v1)),
+    Call(
+        "clock_event_reasons",
+        "fast",
+        (
+            _one(nvml.nvmlDeviceGetCurrentClocksEventReasons, "gpu_clock_event_reasons"),
+            _one(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, "gpu_clock_event_reasons"),
+        ),
+    ),
+    Call("performance_state", "fast", (_one(nvml.nvmlDeviceGetPerformanceState, "gpu_performance_state"),)),
+    Call(
+        "power_limit",
+        "medium",
+        (_one(nvml.nvmlDeviceGetEnforcedPowerLimit, "gpu_power_limit_watts", scale=1e-3),),
+    ),
+    Call("margin", "medium", (_one(nvml.nvmlDeviceGetMarginTemperature, "gpu_temperature_margin_celsius"),)),
+    Call("fans", "medium", (_fans, _one(nvml.nvmlDeviceGetFanSpeed, "gpu_fan_speed_ratio", scale=0.01))),
+    Call(
+        "encoder", "medium", (_codec(nvml.nvmlDeviceGetEncoderUtilization, "gpu_encoder_utilization_ratio"),)
+    ),
+    Call(
+        "decoder", "medium", (_codec(nvml.nvmlDeviceGetDecoderUtilization, "gpu_decoder_utilization_ratio"),)
+    ),
+    *(
+        Call(
+            f"ecc_sram_{word}",
+            "medium",
+            (
+                _ecc(f"gpu_ecc_sram_{word}_total", kind, nvml.NVML_MEMORY_LOCATION_SRAM),
+                _ecc_sum(f"gpu_ecc_sram_{word}_total", kind),
+            ),
+        )
+        for word, kind in _ECC
+    ),
+    *(
+        Call(
+            f"ecc_dram_{word}",
+            "medium",
+            (_ecc(f"gpu_ecc_dram_{word}_total", kind, nvml.NVML_MEMORY_LOCATION_DRAM),),
+        )
+        for word, kind in _ECC
+    ),
+    Call("sram_status", "medium", (_sram,)),
+    Call("remapped_rows", "medium", (_remapped,)),
+    Call("pcie_replay", "medium", (_one(nvml.nvmlDeviceGetPcieReplayCounter, "gpu_pcie_replay_total"),)),
+    Call(
+        "pcie_generation",
+        "medium",
+        (_one(nvml.nvmlDeviceGetCurrPcieLinkGeneration, "gpu_pcie_link_generation"),),
+    ),
+    Call("pcie_width", "medium", (_one(nvml.nvmlDeviceGetCurrPcieLinkWidth, "gpu_pcie_link_width"),)),
+    Call("fabric", "medium", (_fabric(3), _fabric(2))),
+    Call("mig", "medium", (_first(nvml.nvmlDeviceGetMigMode, "gpu_mig_enabled"),)),
+    Call("processes", "medium", (_processes,)),
+    Call("ecc_mode", "slow", (_first(nvml.nvmlDeviceGetEccMode, "gpu_ecc_enabled"),)),
+    Call("persistence", "slow", (_one(nvml.nvmlDeviceGetPersistenceMode, "gpu_persistence_enabled"),)),
+    Call("gsp", "slow", (_gsp,)),
+    Call("row_histogram", "slow", (_histogram,)),
+    Call(
+        "unrepairable",
+        "slow",
+        (_one(nvml.nvmlDeviceGetUnrepairableMemoryFlag_v1, "gpu_memory_unrepairable"),),
+    ),
+    *(
+        Call(
+            f"retired_{word}",
+            "slow",
+            (
+                _retired(nvml.nvmlDeviceGetRetiredPages_v2, f"gpu_retired_pages_{word}_total", cause),
+                _retired(nvml.nvmlDeviceGetRetiredPages, f"gpu_retired_pages_{word}_total", cause),
+            ),
+        )
+        for word, cause in (("sbe", 0), ("dbe", 1))
+    ),
+    Call(
+        "retired_pending",
+        "slow",
+        (_one(nvml.nvmlDeviceGetRetiredPagesPendingStatus, "gpu_retired_pages_pending"),),
+    ),
+    Call(
+        "sm_clock_max",
+        "slow",
+        (_one(nvml.nvmlDeviceGetMaxClockInfo, "gpu_sm_clock_max_hertz", 1, scale=_MHZ),),
+    ),
+    Call(
+        "shutdown_threshold",
+        "slow",
+        (_one(nvml.nvmlDeviceGetTemperatureThreshold, "gpu_temperature_shutdown_celsius", 0),),
+    ),
+    Call(
+        "slowdown_threshold",
+        "slow",
+        (_one(nvml.nvmlDeviceGetTemperatureThreshold, "gpu_temperature_slowdown_celsius", 1),),
+    ),
+    Call(
+        "pcie_generation_max",
+        "slow",
+        (_one(nvml.nvmlDeviceGetMaxPcieLinkGeneration, "gpu_pcie_link_generation_max"),),
+    ),
+    Call("pcie_width_max", "slow", (_one(nvml.nvmlDeviceGetMaxPcieLinkWidth, "gpu_pcie_link_width_max"),)),
+)
+
+_IN_FIELDS = {"remapped_rows": "gpu_row_remap_corrected_total", "pcie_replay": "gpu_pcie_replay_total"}
+"""Calls that serve only where the field of the same meaning does not answer."""
+
+
+class Reader:
+    """Reads open GPUs. Knows per GPU what is not supported and asks that again only after `probe_after_s`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._calls = {tier: [call for call in CALLS if call.tier == tier] for tier in fields.TIERS}
+
+    def read(self, gpu: OpenGpu, tiers: Iterable[Tier], now: float, probe_after_s: float) -> Part:
+        """One GPU. Raises RestartError when the session is void."""
+        part = Part(device=gpu.device, samples=[], faults=[], refused=[])
+        started = self._clock.monotonic()
+        for tier in tiers:
+            if not self._read_tier(gpu, tier, now, probe_after_s, part):
+                break
+        part.samples.append(("gpu_nvml_call_seconds", self._clock.monotonic() - started, ""))
+        return part
+
+    def _read_tier(self, gpu: OpenGpu, tier: Tier, now: float, probe_after_s: float, part: Part) -> bool:
+        """False when the GPU gave so much trouble that the rest of it must be left."""
+        add = part.samples.append
+        if not self._read_fields(gpu, tier, now, probe_after_s, part):
+            return False
+        answered = {metric for metric, _, _ in part.samples} if tier == "medium" else ()
+        for call in self._calls[tier]:
+            until = gpu.absent.get(call.name)
+            if until is not None and now < until:
+                continue
+            if call.name in _IN_FIELDS and (
+                _IN_FIELDS[call.name] in answered or gpu.device in self._served_by_fields(gpu, call.name)
+            ):
+                continue
+            try:
+                pairs = self._try_ways(gpu, call)
+            except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
+                if not self._note(gpu, call.name, error, now, probe_after_s, part):
+                    return False
+                continue
+            for metric, value in pairs:
+                add((metric, float(value), ""))
+            if call.name == "mig" and pairs:
+                self._mig(gpu, pairs[0][1])
+        if tier == "medium":
+            return self._read_link_states(gpu, now, probe_after_s, part)
+        return True
+
+    @staticmethod
+    def _served_by_fields(gpu: OpenGpu, name: str) -> set[str]:
+        """The GPU's name when a field block read in another tier holds this call's metric."""
+        metric = _IN_FIELDS[name]
+        held = any(metric in keys for block in gpu.blocks.values() for _, keys in block.chunks)
+        return {gpu.device} if held else set()
+
+    @staticmethod
+    def _mig(gpu: OpenGpu, enabled: float) -> None:
+        if gpu.mig is not None and gpu.mig != enabled:
+            gpu.forget()
+        gpu.mig = enabled
+
+    @staticmethod
+    def _try_ways(gpu: OpenGpu, call: Call) -> Pairs:
+        way = gpu.way.get(call.name, 0)
+        while True:
+            try:
+                return call.ways[way](gpu)
+            except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
+                if way + 1 == len(call.ways) or code_of(error) not in (*ABSENT_CODES, FUNCTION_NOT_FOUND):
+                    raise
+                way += 1
+                gpu.way[call.name] = way
+
+    @staticmethod
+    def _note(
+        gpu: OpenGpu, name: str, error: Exception, now: float, probe_after_s: float, part: Part
+    ) -> bool:
+        """Remember what an error says. False when the rest of this GPU must be left."""
+        code = code_of(error)
+        if code in RESTART_CODES:
+            raise RestartError(code)
+        if code == FUNCTION_NOT_FOUND:
+            gpu.absent[name] = math.inf
+        elif code in ABSENT_CODES:
+            gpu.absent[name] = now + probe_after_s
+            gpu.way.pop(name, None)
+        elif code == NO_PERMISSION:
+            gpu.absent[name] = now + probe_after_s
+            part.refused.append(name)
+        elif code != NOT_READY:
+            part.faults.append(Fault(code=code, call=name, message=str(error)))
+            return code != GPU_IS_LOST and len(part.faults) < MAX_FAULTS_A_POLL
+        return True
+
+    # ---- fields ----
+
+    def _read_fields(self, gpu: OpenGpu, tier: Tier, now: float, probe_after_s: float, part: Part) -> bool:
+        name = f"fields_{tier}"
+        until = gpu.absent.get(name)
+        if until is not None and now < until:
+            return True
+        block = gpu.blocks.get(tier)
+        try:
+            if block is None or now >= block.probe_at:
+                block = gpu.blocks[tier] = FieldBlock(self._entries(gpu, tier), now + probe_after_s)
+            values, failures = block.read(gpu.handle)
+        except AttributeError:
+            gpu.absent[name] = math.inf  # no such symbol in this library
+            return True
+        except nvml.NVMLError as error:
+            return self._note(gpu, name, error, now, probe_after_s, part)
+        links: dict[tuple[str, str], float] = {}
+        pools: dict[str, str] = {}
+        for key, value in values:
+            if key.__class__ is fields.Field:
+                part.samples.append((key.metric, value * key.scale, ""))
+            else:
+                metric, label, pool, packed = key
+                number = fields.bit_error_rate(int(value)) if packed else float(value)
+                if pool in ("bin", "total"):
+                    links[metric, label] = links.get((metric, label), 0.0) + number
+                else:
+                    links.setdefault((metric, label), number)
+                pools[metric] = pool
+        _add_links(links, pools, part)
+        for code, key in failures:
+            if code in ABSENT_CODES or code == NOT_READY:
+                continue
+            what = key.metric if isinstance(key, fields.Field) else key[0]
+            if code == NO_PERMISSION:
+                if what not in part.refused:
+                    part.refused.append(what)
+            elif not self._note(gpu, f"field {what}", nvml.NVMLError(code), now, probe_after_s, part):
+                return False
+        return True
+
+    def _entries(self, gpu: OpenGpu, tier: Tier) -> list[tuple[int, int, Any]]:
+        """All fields of a tier: those that this GPU does not support drop out with the first answer."""
+        entries: list[tuple[int, int, Any]] = [(f.id, 0, f) for f in fields.FIELDS if f.tier == tier]
+        links = range(self._links(gpu))
+        if tier == "medium":
+            for metric, ids in fields.FLAT_LINK_FIELDS.items():
+                entries += [(ids[n], 0, (metric, str(n), "sum", False)) for n in links if n < len(ids)]
+            c2c = min(_field(gpu, 170) or 0, MAX_C2C_LINKS)
+            entries += [
+                (i, n, (m, "", "total", False)) for i, m in fields.C2C_FIELDS.items() for n in range(c2c)
+            ]
+        for f in fields.LINK_FIELDS:
+            if f.tier == tier:
+                entries += [(f.id, n, (f.metric, str(n), f.pool, f.packed)) for n in links]
+        if tier == "slow":
+            for place, field in enumerate(fields.FEC_FIELDS):
+                entries += [
+                    (field, n, ("gpu_nvlink_fec_codewords_total", str(place), "bin", False)) for n in links
+                ]
+        return entries
+
+    def _links(self, gpu: OpenGpu) -> int:
+        """How many NVLinks the GPU has."""
+        if gpu.links is None:
+            told = _field(gpu, 91)
+            gpu.links = self._count_links(gpu) if told is None else min(told, nvml.NVML_NVLINK_MAX_LINKS)
+        return gpu.links
+
+    @staticmethod
+    def _count_links(gpu: OpenGpu) -> int:
+        """Older drivers do not say how many links there are: the first that is refused is one too many."""
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                nvml.nvmlDeviceGetNvLinkState(gpu.handle, link)
+            except nvml.NVMLError as error:
+                if error.value in ABSENT_CODES or error.value == FUNCTION_NOT_FOUND:
+                    return link
+                raise
+        return int(nvml.NVML_NVLINK_MAX_LINKS)
+
+    def _read_link_states(self, gpu: OpenGpu, now: float, probe_after_s: float, part: Part) -> bool:
+        until = gpu.absent.get("nvlink_state")
+        if not gpu.links or (until is not None and now < until):
+            return True
+        try:
+            up = sum(nvml.nvmlDeviceGetNvLinkState(gpu.handle, link) == 1 for link in range(gpu.links))
+        except nvml.NVMLError as error:
+            return self._note(gpu, "nvlink_state", error, now, probe_after_s, part)
+        part.samples.append(("gpu_nvlink_links_active", float(up), ""))
+        return True
+
+
+def _field(gpu: OpenGpu, field: int) -> int | None:
+    """One field by itself, None when it does not answer."""
+    values, _ = FieldBlock([(field, 0, field)], 0.0).read(gpu.handle)
+    return int(values[0][1]) if values else None
+
+
+def _add_links(links: dict[tuple[str, str], float], pools: dict[str, str], part: Part) -> None:
+    """Each link's own figure, and the GPU's: the sum, or the worst of a rate. Bins of a histogram have no sum."""
+    whole: dict[str, float] = {}
+    for (metric, label), number in links.items():
+        if label:
+            part.samples.append((metric, number, label))
+        before = whole.get(metric, 0.0)
+        whole[metric] = max(before, number) if pools[metric] == "max" else before + number
+    part.samples.extend((metric, number, "") for metric, number in whole.items() if pools[metric] != "bin")
+
+
+def open_gpu(index: int, names: dict[str, str]) -> tuple[OpenGpu | None, Gpu]:
+    """Open GPU `index` and say what it is. A GPU that cannot be opened has no handle and an error code.
+
+    `names` (UUID to local name) gains the GPU's name when it is new. Raises RestartError when the session is void.
+    """
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    except nvml.NVMLError as error:
+        if error.value in (1, 18):
+            raise RestartError(error.value) from error
+        return None, Gpu(device="", uuid="", model="", pci=None, labels={}, error=error.value)
+    uuid = _text_of(nvml.nvmlDeviceGetUUID, handle)
+    bus_id = _text_of(lambda h: nvml.nvmlDeviceGetPciInfo_v3(h).busId, handle)
+    pci = pci_address(bus_id)
+    identity = uuid or f"pci-{pci}"
+    if identity not in names:
+        taken = set(names.values())
+        number = index
+        while f"gpu{number}" in taken:
+            number += 1
+        names[identity] = f"gpu{number}"
+    labels = {
+        "vbios": _text_of(nvml.nvmlDeviceGetVbiosVersion, handle),
+        "inforom": _text_of(nvml.nvmlDeviceGetInforomImageVersion, handle),
+        "gsp_firmware": _text_of(nvml.nvmlDeviceGetGspFirmwareVersion, handle),
+        "board_serial": _text_of(nvml.nvmlDeviceGetSerial, handle),
+    }
+    gpu = Gpu(
+        device=names[identity],
+        uuid=identity,
+        model=_text_of(nvml.nvmlDeviceGetName, handle),
+        pci=pci,
+        labels={key: value for key, value in labels.items() if value},
+    )
+    return OpenGpu(gpu.device, handle), gpu
+
+
+def _text_of(call: Callable[[Any], Any], handle: Any) -> str:
+    """A text of the GPU, empty where it has none."""
+    try:
+        return text(call(handle)).strip("\0 ")
+    except (nvml.NVMLError, nvml.NVMLLibraryMismatchError):
+        return ""
