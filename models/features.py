@@ -333,7 +333,7 @@ class FeatureEngine:
         if parts:
             whole = _merged(parts)
             buckets.take(self._feed, self._rings, whole.times, whole.rows, whole.columns, whole.values)
-            self._places.known[whole.rows] = True
+            self._places.known |= self._rings.taken > 0
         self._take_events(limit, side)
 
     def _take_events(self, limit: float, side: str) -> None:
