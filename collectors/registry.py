@@ -65,6 +65,14 @@ def option_types(factory: Any) -> dict[str, Any]:
     }
 
 
+def _required(factory: Any) -> list[str]:
+    """Options without a default."""
+    import inspect
+
+    parameters = inspect.signature(factory.__init__).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+
+
 def _build(name: str, factory: Any, options: Mapping[str, Any], setup: Setup) -> Collector:
     known = option_types(factory)
     converted: dict[str, Any] = {}
@@ -77,6 +85,9 @@ def _build(name: str, factory: Any, options: Mapping[str, Any], setup: Setup) ->
             converted[key] = _convert(value, known[key])
         except (msgspec.ValidationError, ValueError) as error:
             raise ConfigError(f"collector {name}: option {key} = {value!r} is not valid: {error}") from error
+    for key in _required(factory):
+        if key not in converted:
+            raise ConfigError(f"collector {name}: option {key!r} must be set, for example --set {key}=...")
     collector: Collector = factory(setup, **converted)
     return collector
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "demo": "run everything on this machine with a simulated fleet",
     "doctor": "say what can be collected here, and what to do about what cannot",
     "collect": "run one collector once and print what it reads",
+    "record": "record this node's readings into a file, identities replaced",
     "status": "a table of the fleet from the service",
     "train": "train models on a history directory",
     "evaluate": "measure a model on a history directory",
@@ -35,7 +36,10 @@ COMMANDS = {
 }
 """Every command and its one-line help, in the order `forewarn --help` shows them."""
 
-EXTRA_OF_COMMAND = {"agent": "agent", "collect": "agent", "doctor": "agent", "controller": "controller"}
+EXTRA_OF_COMMAND = {
+    **dict.fromkeys(("agent", "collect", "doctor", "record"), "agent"),
+    "controller": "controller",
+}
 
 
 def load_command(name: str) -> ModuleType:

@@ -78,6 +78,7 @@ class Intake:
         self._frames: list[wire.Frame] = []
         self._events: list[tuple[str, Event]] = []
         self._states: dict[str, object] = {}
+        self._last_states: dict[str, object] = {}
         self._described: dict[str, Device] = {}
         self._sent_devices: dict[str, Device] = {}
         self._sent_devices_at = -DEVICES_EVERY_S
@@ -102,8 +103,8 @@ class Intake:
                 )
                 if frame.devices:
                     self._frames.append(frame)
-            if outcome.state is not None:
-                self._states[outcome.name] = outcome.state
+            if outcome.state is not None and outcome.state != self._last_states.get(outcome.name):
+                self._states[outcome.name] = self._last_states[outcome.name] = outcome.state
         else:
             with self._lock:
                 source.values = {}

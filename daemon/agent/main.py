@@ -24,6 +24,7 @@ from forewarn.daemon.agent.exposition import MetricsServer, Page
 from forewarn.daemon.agent.intake import Intake
 from forewarn.daemon.agent.logs import log
 from forewarn.daemon.agent.notify import notify, watchdog_interval_s
+from forewarn.daemon.agent.recording import Replay
 from forewarn.daemon.agent.scheduler import Outcome, Runner, Scheduler, Slot, ThreadRunner
 from forewarn.daemon.agent.shipper import HttpTransport, Shipper, read_token
 from forewarn.daemon.agent.spool import Spool
@@ -132,14 +133,18 @@ class Agent:
         *,
         clock: Clock | None = None,
         runner: Runner | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self.node, self.config = spool.node, config
         self.clock = clock or SystemClock()
         self.spool, self.shipper = spool, shipper
         self.runner = runner or ThreadRunner()
         self._inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.scheduler = Scheduler(slots, self.clock, self.runner, wake=lambda: self._inbox.put("poll"))
-        self.intake = Intake(self.node, self.clock, simulated=config.simulated)
+        self.scheduler = replay or Scheduler(
+            slots, self.clock, self.runner, wake=lambda: self._inbox.put("poll")
+        )
+        self._replay = replay
+        self.intake = Intake(self.node, self.clock, simulated=config.simulated or replay is not None)
         self.page = Page(self.node, self.intake, self.own_samples)
         self.restart = False
         """Set by a reload: the program should start itself anew."""
@@ -153,7 +158,7 @@ class Agent:
         self._describe_node()
 
     def _describe_node(self) -> None:
-        simulated = self.config.simulated
+        simulated = self.config.simulated or self._replay is not None
         device = Device("", "node", model="", serial=_machine_id(), simulated=simulated)
         self.intake.take(
             Outcome(
@@ -243,6 +248,8 @@ class Agent:
         self.shipper.start()
         while not self._stopping:
             wait_s = self.step()
+            if self._replay is not None and self._replay.done:
+                break
             if watchdog_s is not None:
                 notify("WATCHDOG=1")
                 wait_s = min(wait_s, watchdog_s)
@@ -322,9 +329,11 @@ def _machine_id() -> str:
         return ""
 
 
-def build(config: AgentConfig, token: str, slots: list[Slot] | None = None) -> Agent:
-    """An agent of these settings for this host. Raises ConfigError or StorageError."""
+def build(config: AgentConfig, token: str, *, recording: Path | None = None, speed: float = 1.0) -> Agent:
+    """An agent of these settings for this host, or one that replays a recording. Raises ConfigError, InputError
+    or StorageError."""
     clock = SystemClock()
+    replay = None if recording is None else Replay(recording, clock, speed=speed)
     node = node_name(config)
     transport = HttpTransport(
         config.service_url, read_token(token, config.token_file), ca_file=config.ca_file
@@ -332,10 +341,9 @@ def build(config: AgentConfig, token: str, slots: list[Slot] | None = None) -> A
     spool = Spool(
         Path(config.spool), node, clock, max_bytes=config.spool_max_bytes, agent_version=__version__
     )
-    if slots is None:
-        slots = make_slots(config, clock, state_of=spool.state)
+    slots = [] if replay is not None else make_slots(config, clock, state_of=spool.state)
     shipper = Shipper(spool, transport, clock, url=config.service_url)
-    return Agent(config, slots, spool, shipper, clock=clock)
+    return Agent(config, slots, spool, shipper, clock=clock, replay=replay)
 
 
 def serve_metrics(agent: Agent) -> MetricsServer | None:

@@ -19,9 +19,17 @@ from forewarn.daemon.agent.logs import log
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="poll everything one time, ship, and end")
+    parser.add_argument(
+        "--replay", type=Path, metavar="FILE", help="play a recording of `forewarn record` instead of polling"
+    )
+    parser.add_argument("--speed", type=float, default=1.0, metavar="FACTOR", help="how fast to replay")
 
 
 def run(arguments: argparse.Namespace, config: configuration.Config) -> int:
+    if arguments.speed <= 0:
+        raise ConfigError("--speed: must be above 0")
+    if arguments.once and arguments.replay:
+        raise ConfigError("--once and --replay exclude each other")
     configure_logs(config.log_level)
     # An unreadable token file is said once, here; the agent goes on collecting and the file is read at each sending.
     try:
@@ -30,7 +38,7 @@ def run(arguments: argparse.Namespace, config: configuration.Config) -> int:
             configuration.read_secret("FOREWARN_AGENT_TOKEN", config.agent.token_file)
     except ConfigError as error:
         log(logging.WARNING, "token_unreadable", reason=str(error))
-    agent = agent_main.build(config.agent, token)
+    agent = agent_main.build(config.agent, token, recording=arguments.replay, speed=arguments.speed)
     log(
         logging.INFO,
         "agent_started",
