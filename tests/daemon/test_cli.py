@@ -58,7 +58,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     def missing(name: str) -> None:
         raise ModuleNotFoundError("no", name="psutil")
 
-    monkeypatch.setattr(cli.importlib, "import_module", missing)
+    monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(ConfigError, match=r"forewarn agent needs the package 'psutil'.*forewarn\[agent\]"):
         cli.load_command("agent")
 
@@ -168,6 +168,7 @@ def test_doctor_says_what_is_wrong_and_the_way_out(tmp_path: Path) -> None:
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     lines.write_text("".join(f"{i}\n" for i in range(50_000)))
-    command = f"{sys.executable} agent_with_fakes.py collect lines --set path={lines} | head -1; echo ${{PIPESTATUS[0]}}"
+    collect = f"{sys.executable} agent_with_fakes.py collect lines --set path={lines}"
+    command = f"{collect} | head -1; echo ${{PIPESTATUS[0]}}"
     run = subprocess.run(["bash", "-c", command], cwd=TESTS, capture_output=True, text=True, check=False)
     assert run.stdout.splitlines()[-1] == "0" and run.stderr == ""

@@ -109,7 +109,7 @@ def test_addresses(address: str, pair: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("address", ["", "8420", ":8420", "host:", "host:x", "host:65536", "host:-1"])
 def test_a_wrong_address_names_its_key(address: str) -> None:
-    with pytest.raises(ConfigError, match="agent.listen"):
+    with pytest.raises(ConfigError, match=r"agent\.listen"):
         config.parse_address(address, "agent.listen")
 
 
