@@ -196,7 +196,7 @@ def load(path: Path, check_in_child: bool = True) -> RiskModel:
             )
         texts[model.horizon_s] = data.decode(errors="replace")
     if check_in_child:
-        _check_in_child(path, [m.file for m in manifest.models])
+        _check_in_child(path, [m.file for m in manifest.models], len(manifest.features))
     boosters: dict[int, lightgbm.Booster] = {}
     for model in manifest.models:
         try:
@@ -213,16 +213,31 @@ def load(path: Path, check_in_child: bool = True) -> RiskModel:
 
 
 _CHILD = """
-import sys, lightgbm, numpy
-for name in sys.argv[1:]:
-    booster = lightgbm.Booster(model_file=name)
-    booster.predict(numpy.zeros((1, booster.num_feature()), numpy.float32))
+import ctypes, sys
+library, width, *names = sys.argv[1:]
+lib = ctypes.CDLL(library)
+lib.LGBM_GetLastError.restype = ctypes.c_char_p
+def call(name, *arguments):
+    if getattr(lib, name)(*arguments):
+        sys.exit(lib.LGBM_GetLastError().decode(errors="replace"))
+for name in names:
+    handle, iterations, features = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    call("LGBM_BoosterCreateFromModelfile", name.encode(), ctypes.byref(iterations), ctypes.byref(handle))
+    call("LGBM_BoosterGetNumFeature", handle, ctypes.byref(features))
+    if features.value != int(width):
+        continue
+    row, out, count = (ctypes.c_double * int(width))(), (ctypes.c_double * 64)(), ctypes.c_int64()
+    call("LGBM_BoosterPredictForMat", handle, row, 1, 1, int(width), 1, 0, 0, -1, b"", ctypes.byref(count), out)
 """
+"""Speaks to LightGBM's C interface itself: importing the package takes many times as long as loading a model."""
 
 
-def _check_in_child(path: Path, files: list[str]) -> None:
+def _check_in_child(path: Path, files: list[str], width: int) -> None:
     """Load and try each file in a child process, so that a crash of the loader is a plain error here."""
-    command = [sys.executable, "-c", _CHILD, *(str(path / f) for f in files)]
+    library: str = vars(lightgbm.basic)[
+        "_LIB"
+    ]._name  # no public name for it; the file that this process has loaded
+    command = [sys.executable, "-I", "-S", "-c", _CHILD, library, str(width), *(str(path / f) for f in files)]
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=CHILD_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
