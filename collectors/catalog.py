@@ -726,6 +726,44 @@ _TRAINING = [
     ),
 ]
 
+_NODE = [
+    _g("node_uptime_seconds", "seconds", "Time since boot", "/proc/uptime", 0, "node"),
+    _g("node_load1", "1", "Processes running or waiting, one-minute average", "/proc/loadavg", 0, "node"),
+    _g("node_cpus", "1", "CPUs", "/proc/stat", 0, "node"),
+    _g("node_cpu_utilization_ratio", "ratio", "Share of CPU time in use, 0 to 1", "/proc/stat", 0, "node"),
+    _g("node_cpu_iowait_ratio", "ratio", "Share of CPU time idle for a disk, 0 to 1", "/proc/stat", 1, "node"),
+    _g("node_cpu_steal_ratio", "ratio", "Share of CPU time taken by the hypervisor, 0 to 1", "/proc/stat", 1, "node"),
+    _g("node_processes_blocked", "1", "Processes blocked on I/O", "/proc/stat procs_blocked", 1, "node"),
+    _g("node_memory_total_bytes", "bytes", "Host memory", "/proc/meminfo MemTotal", 0, "node"),
+    _g("node_memory_available_bytes", "bytes", "Host memory to be had without swapping", "/proc/meminfo MemAvailable", -1, "node"),
+    _g("node_memory_dirty_bytes", "bytes", "Host memory that waits to be written to disk", "/proc/meminfo Dirty", 0, "node"),
+    _g("node_memory_corrupted_bytes", "bytes", "Host memory given up after uncorrected errors", "/proc/meminfo HardwareCorrupted", 1, "node"),
+    _c("node_oom_kills_total", "1", "Processes the kernel killed for memory", "/proc/vmstat oom_kill", 1, "node"),
+    _c("node_pressure_cpu_waiting_seconds_total", "seconds", "Time in which some task waited for a CPU", "/proc/pressure/cpu some", 0, "node"),
+    _c("node_pressure_memory_waiting_seconds_total", "seconds", "Time in which some task waited for memory", "/proc/pressure/memory some", 1, "node"),
+    _c("node_pressure_memory_stalled_seconds_total", "seconds", "Time in which all tasks waited for memory", "/proc/pressure/memory full", 1, "node"),
+    _c("node_pressure_io_waiting_seconds_total", "seconds", "Time in which some task waited for I/O", "/proc/pressure/io some", 1, "node"),
+    _c("node_pressure_io_stalled_seconds_total", "seconds", "Time in which all tasks waited for I/O", "/proc/pressure/io full", 1, "node"),
+    _c("node_edac_corrected_errors_total", "1", "Corrected host memory errors, all controllers", "/sys/devices/system/edac/mc/mc*/ce_count", 1, "node"),
+    _c("node_edac_uncorrected_errors_total", "1", "Uncorrected host memory errors, all controllers", "/sys/devices/system/edac/mc/mc*/ue_count", 1, "node"),
+    _g("node_cpu_temperature_celsius", "celsius", "Hottest CPU sensor", "/sys/class/hwmon coretemp or k10temp, /sys/class/thermal", 1, "node"),
+    _g("node_thermal_zone_celsius", "celsius", "Temperature of a thermal zone", "/sys/class/thermal/thermal_zone*/temp", 1, "node", ("zone", "type")),
+    _c("node_cpu_throttles_total", "1", "Thermal throttles of the CPU packages", "cpu*/thermal_throttle/package_throttle_count", 1, "node"),
+    _g("node_kernel_taint", "1", "Kernel taint bit mask (16 machine check, 128 oops, 16384 soft lockup)", "/proc/sys/kernel/tainted", 0, "node"),
+    _g("node_open_files_ratio", "ratio", "Open files of the most there may be, 0 to 1", "/proc/sys/fs/file-nr", 1, "node"),
+    _g("node_clock_synchronized", "1", "1 when the kernel's clock follows a time source", "adjtimex status", -1, "node"),
+    _g("node_clock_offset_seconds", "seconds", "Distance of the clock from its source", "adjtimex offset", 1, "node"),
+    _g("node_clock_error_seconds", "seconds", "Largest error the clock may have", "adjtimex maxerror", 1, "node"),
+    _c("node_clock_steps_total", "1", "Steps of the wall clock against the monotonic one since the agent's start", "the agent's clocks", 1, "node"),
+    _g("node_filesystem_free_bytes", "bytes", "Free space of a local file system", "statvfs f_bavail", -1, "node", ("mount",)),
+    _g("node_filesystem_used_max_ratio", "ratio", "Fullest local file system, 0 to 1", "statvfs", 1, "node"),
+    _g("node_filesystem_inodes_used_max_ratio", "ratio", "Local file system with the fewest inodes left, 0 to 1", "statvfs", 1, "node"),
+    _g("node_filesystems_read_only", "1", "Local file systems mounted read-only", "/proc/mounts", 1, "node"),
+    _g("disk_read_latency_seconds", "seconds", "Average time of a read since the last poll", "/proc/diskstats", 1, "disk"),
+    _g("disk_write_latency_seconds", "seconds", "Average time of a write since the last poll", "/proc/diskstats", 1, "disk"),
+    _g("disk_busy_ratio", "ratio", "Share of time the disk had work, 0 to 1", "/proc/diskstats", 0, "disk"),
+]
+
 _SELF = [
     _g(
         "collector_poll_seconds", "seconds", "Time the last poll took", "the agent", 1, "node", ("collector",)
@@ -780,7 +818,7 @@ _SELF = [
         "node",
     ),
     _g("agent_devices_missing", "1", "Devices seen before and not now", "the agent", 1, "node"),
-    _g("agent_collectors_down", "1", "Sources whose last poll failed or is overdue", "the agent", 1, "node"),
+    _g("agent_collectors_down", "1", "Sources that answered before and fail or hang now", "the agent", 1, "node"),
     _g("agent_poll_seconds_max", "seconds", "Slowest poll since the last batch", "the agent", 1, "node"),
     _g(
         "agent_poll_lateness_seconds_max",
@@ -810,7 +848,7 @@ _SELF = [
     _g("gpu_metrics_missing", "1", "Metrics this GPU gave before and does not give now", "the agent", 1),
 ]
 
-METRICS: dict[str, Metric] = {m.name: m for m in (*_GPU, *_DISK, *_TRAINING, *_SELF)}
+METRICS: dict[str, Metric] = {m.name: m for m in (*_GPU, *_DISK, *_TRAINING, *_NODE, *_SELF)}
 """Every metric by name."""
 
 EVENTS: dict[str, EventKind] = {
