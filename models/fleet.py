@@ -21,6 +21,7 @@ from forewarn.models.explanation import Reason
 from forewarn.models.features import HORIZONS_S, FeatureEngine, FeatureTable
 from forewarn.models.registry import RiskModel
 from forewarn.models.rules import RuleHit
+from forewarn.models.signals import COUNTER
 
 KINDS = tuple(HORIZONS_S)
 BASE_RISK_PER_YEAR = {"gpu": 0.09, "disk": 0.014, "node": 0.5}
@@ -349,14 +350,17 @@ class Fleet:
         return out
 
     def series(self, device: str, metric: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Times (bucket ends) and values from the buckets, oldest first, for charts; a counter's value is the
-        increase in the bucket. Fine for the last minutes, coarser further back. Empty when not kept."""
+        """Times (bucket ends) and values from the buckets, oldest first, for charts: means of gauges, rates an hour
+        of counters (all counters of the same signal together). Fine for the last minutes, coarser further back.
+        Empty when not kept."""
         for engine in self.engines.values():
             signal = next((s for s in engine.scheme.signals if metric in s.metrics), None)
             if signal is not None:
-                return _joined(
-                    [engine.series(device, signal.name, i) for i in range(len(engine.scheme.levels))]
-                )
+                rings = []
+                for i, level in enumerate(engine.scheme.levels):
+                    ends, found = engine.series(device, signal.name, i)
+                    rings.append((ends, found * (3600 / level.width_s) if signal.type == COUNTER else found))
+                return _joined(rings)
         return np.empty(0), np.empty(0)
 
     # Keeping ---------------------------------------------------------------------------------------------------
