@@ -726,6 +726,42 @@ _TRAINING = [
     ),
 ]
 
+_NIC = [
+    _g("fabric_port_up", "1", "1 when the port is active", "/sys/class/infiniband/*/ports/*/state", -1, "nic"),
+    _g("fabric_port_state", "1", "Port state: 1 down, 2 initialising, 3 armed, 4 active", "/sys/class/infiniband/*/ports/*/state", 0, "nic"),
+    _g("fabric_port_physical_state", "1", "Physical state: 2 polling, 3 disabled, 5 link up, 6 error recovery", "/sys/class/infiniband/*/ports/*/phys_state", 0, "nic"),
+    _g("fabric_port_rate_bytes_per_second", "bytes", "Rate the port runs at", "/sys/class/infiniband/*/ports/*/rate", -1, "nic"),
+    _c("fabric_symbol_errors_total", "1", "Symbol errors of the physical lanes", "/sys/class/infiniband/*/ports/*/counters/symbol_error", 1, "nic"),
+    _c("fabric_link_recoveries_total", "1", "Links that recovered by themselves", "/sys/class/infiniband/*/ports/*/counters/link_error_recovery", 1, "nic"),
+    _c("fabric_link_downs_total", "1", "Times the link went down", "/sys/class/infiniband/*/ports/*/counters/link_downed", 1, "nic"),
+    _c("fabric_receive_errors_total", "1", "Packets received with an error", "/sys/class/infiniband/*/ports/*/counters/port_rcv_errors", 1, "nic"),
+    _c("fabric_receive_remote_physical_errors_total", "1", "Packets the other side marked bad", "/sys/class/infiniband/*/ports/*/counters/port_rcv_remote_physical_errors", 1, "nic"),
+    _c("fabric_local_integrity_errors_total", "1", "Times local errors passed their threshold", "/sys/class/infiniband/*/ports/*/counters/local_link_integrity_errors", 1, "nic"),
+    _c("fabric_buffer_overruns_total", "1", "Times the receive buffer overran for long", "/sys/class/infiniband/*/ports/*/counters/excessive_buffer_overrun_errors", 1, "nic"),
+    _c("fabric_transmit_discards_total", "1", "Packets dropped because the port was down or full", "/sys/class/infiniband/*/ports/*/counters/port_xmit_discards", 1, "nic"),
+    _c("fabric_transmit_wait_ticks_total", "1", "Ticks with data to send and no credit to send it", "/sys/class/infiniband/*/ports/*/counters/port_xmit_wait", 1, "nic"),
+    _c("fabric_transmit_bytes_total", "bytes", "Bytes sent", "/sys/class/infiniband/*/ports/*/counters/port_xmit_data, words of four bytes", 0, "nic"),
+    _c("fabric_receive_bytes_total", "bytes", "Bytes received", "/sys/class/infiniband/*/ports/*/counters/port_rcv_data, words of four bytes", 0, "nic"),
+    _c("fabric_out_of_sequence_total", "1", "Packets that came out of order", "/sys/class/infiniband/*/ports/*/hw_counters/out_of_sequence", 1, "nic"),
+    _c("fabric_packet_sequence_errors_total", "1", "Sequence errors the other side reported", "/sys/class/infiniband/*/ports/*/hw_counters/packet_seq_err", 1, "nic"),
+    _c("fabric_ack_timeouts_total", "1", "Packets whose acknowledgement never came", "/sys/class/infiniband/*/ports/*/hw_counters/local_ack_timeout_err", 1, "nic"),
+    _c("fabric_receiver_not_ready_errors_total", "1", "Retries given up because the receiver was not ready", "/sys/class/infiniband/*/ports/*/hw_counters/rnr_nak_retry_err", 1, "nic"),
+    _c("fabric_adaptive_retransmissions_total", "1", "RoCE adaptive retransmissions", "/sys/class/infiniband/*/ports/*/hw_counters/roce_adp_retrans", 1, "nic"),
+    _c("fabric_icrc_errors_total", "1", "RoCE packets with a wrong checksum", "/sys/class/infiniband/*/ports/*/hw_counters/rx_icrc_encapsulated", 1, "nic"),
+    _c("fabric_out_of_buffer_total", "1", "Packets dropped for want of a receive buffer", "/sys/class/infiniband/*/ports/*/hw_counters/out_of_buffer", 1, "nic"),
+    _c("fabric_congestion_notifications_sent_total", "1", "Congestion notifications sent", "/sys/class/infiniband/*/ports/*/hw_counters/np_cnp_sent", 0, "nic"),
+    _c("fabric_congestion_notifications_handled_total", "1", "Congestion notifications obeyed", "/sys/class/infiniband/*/ports/*/hw_counters/rp_cnp_handled", 0, "nic"),
+    _g("fabric_interface_up", "1", "1 when the interface has a carrier", "/sys/class/net/*/carrier", -1, "nic"),
+    _g("fabric_interface_speed_bytes_per_second", "bytes", "Speed the interface runs at", "/sys/class/net/*/speed", -1, "nic"),
+    _c("fabric_interface_carrier_changes_total", "1", "Times the carrier came or went", "/sys/class/net/*/carrier_changes", 1, "nic"),
+    _c("fabric_interface_receive_errors_total", "1", "Receive errors", "/sys/class/net/*/statistics/rx_errors", 1, "nic"),
+    _c("fabric_interface_transmit_errors_total", "1", "Transmit errors", "/sys/class/net/*/statistics/tx_errors", 1, "nic"),
+    _c("fabric_interface_receive_drops_total", "1", "Packets dropped on receipt", "/sys/class/net/*/statistics/rx_dropped", 1, "nic"),
+    _c("fabric_interface_crc_errors_total", "1", "Frames with a wrong checksum", "/sys/class/net/*/statistics/rx_crc_errors", 1, "nic"),
+    _c("fabric_interface_receive_bytes_total", "bytes", "Bytes received", "/sys/class/net/*/statistics/rx_bytes", 0, "nic"),
+    _c("fabric_interface_transmit_bytes_total", "bytes", "Bytes sent", "/sys/class/net/*/statistics/tx_bytes", 0, "nic"),
+]
+
 _NODE = [
     _g("node_uptime_seconds", "seconds", "Time since boot", "/proc/uptime", 0, "node"),
     _g("node_load1", "1", "Processes running or waiting, one-minute average", "/proc/loadavg", 0, "node"),
@@ -848,7 +884,7 @@ _SELF = [
     _g("gpu_metrics_missing", "1", "Metrics this GPU gave before and does not give now", "the agent", 1),
 ]
 
-METRICS: dict[str, Metric] = {m.name: m for m in (*_GPU, *_DISK, *_TRAINING, *_NODE, *_SELF)}
+METRICS: dict[str, Metric] = {m.name: m for m in (*_GPU, *_DISK, *_TRAINING, *_NIC, *_NODE, *_SELF)}
 """Every metric by name."""
 
 EVENTS: dict[str, EventKind] = {

@@ -231,7 +231,7 @@ class Agent:
             "agent_resident_bytes": resident,
             "agent_cpu_seconds_total": cpu_s,
             "agent_devices_missing": self.intake.missing_devices(),
-            "agent_collectors_down": sum(slot.up is False for slot in slots),
+            "agent_collectors_down": sum(slot.up is False and slot.last_good is not None for slot in slots),
             "agent_poll_seconds_max": self._worst_poll_s,
             "agent_poll_lateness_seconds_max": max(0.0, self._worst_late_s),
             "agent_collection_errors_total": sum(slot.errors for slot in slots),
