@@ -1,0 +1,476 @@
+"""Disks through smartctl: finds them, asks each once within bounded time, and gives numbers and a verdict.
+
+One disk's hang or garbage never delays another: each is asked by a process of its own that is stopped at its
+limit, and one that cannot be stopped is left behind while its disk is reported silent.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from forewarn.collectors import smart_disks, smart_json, smart_text
+from forewarn.collectors.base import CollectionError, Device, Event, Reading, Sample
+from forewarn.collectors.clock import SystemClock
+from forewarn.collectors.errors import ConfigError, InputError, UnavailableError
+from forewarn.collectors.registry import Setup
+from forewarn.collectors.smart_disks import DiskAddress
+from forewarn.collectors.smart_failure import is_gone, remedy
+from forewarn.collectors.smart_process import Answer, Runner
+from forewarn.collectors.smart_reading import DiskReading
+from forewarn.collectors.smart_verdict import Verdict, judge
+
+SOURCE = "smart"
+INTERVAL_S = 300.0
+DEADLINE_S = 60.0
+CALL_TIMEOUT_S = 20.0
+SCAN_TIMEOUT_S = 10.0
+RESCAN_S = 3600.0
+RESERVE_S = 5.0
+"""What is left of the deadline for putting the reading together."""
+
+NOT_KEPT_ASLEEP = frozenset({"disk_temperature_celsius", "disk_smartctl_exit_status", "disk_standby"})
+"""Not said of a sleeping disk from memory: they were true of the moment they were read at."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What asking one disk gave: a reading, or a problem in words with its reason (`timeout`, `garbage`)."""
+
+    reading: DiskReading | None = None
+    why: str = ""
+    message: str = ""
+    left: subprocess.Popen[bytes] | None = None
+
+
+@dataclass
+class _Disk:
+    """What is kept of a disk between polls."""
+
+    address: DiskAddress
+    rotational: bool | None = None
+    last: DiskReading | None = None  # the last that told something
+    verdict: str = ""  # the code of the verdict in force
+    left: subprocess.Popen[bytes] | None = None  # a smartctl that could not be stopped
+    asking: Future[_Outcome] | None = None
+    wants_all: bool = False
+    listed: bool = True
+    slow: bool = False
+
+
+class SmartCollector:
+    """Reads disks with smartctl.
+
+    `smartctl` is the program, a path or a command line (`sudo -n smartctl`). `devices` names the disks instead of a
+    scan: `/dev/sda`, `/dev/bus/0:megaraid,5`. `types` gives smartctl's `-d` by device (`{"/dev/sdb" = "sat"}`).
+    A sleeping spinning disk is not woken unless `wake` is true. `json` is `auto`, or `never` for a smartctl
+    whose JSON cannot be trusted.
+    """
+
+    name = SOURCE
+    interval_s = INTERVAL_S
+    deadline_s = DEADLINE_S
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        smartctl: str = "smartctl",
+        devices: list[str] | None = None,
+        types: dict[str, str] | None = None,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        max_concurrent: int = 4,
+        rescan_s: float = RESCAN_S,
+        wake: bool = False,
+        json: Literal["auto", "never"] = "auto",
+    ) -> None:
+        if not 0 < call_timeout_s <= DEADLINE_S - RESERVE_S:
+            raise ConfigError(
+                f"smart: call_timeout_s = {call_timeout_s:g} must lie in 0 to {DEADLINE_S - RESERVE_S:g}"
+            )
+        if not 1 <= max_concurrent <= 64:
+            raise ConfigError(f"smart: max_concurrent = {max_concurrent} must lie in 1 to 64")
+        self._clock = setup.clock
+        self._real = SystemClock()  # processes live in real time
+        self._root = setup.root
+        self._smartctl = smartctl
+        self._types = dict(types or {})
+        self._configured = smart_disks.configured(devices, self._types) if devices else []
+        self._call_timeout_s = call_timeout_s
+        self._max_concurrent = max_concurrent
+        self._rescan_s = rescan_s
+        self._wake = wake
+        self._json = json == "auto"
+        self._runner = Runner()
+        self._disks: dict[str, _Disk] = {}
+        self._scanned_at: float | None = None
+
+    def collect(self) -> Reading:
+        """A reading of every disk that answered in time.
+
+        Raises UnavailableError when there is no smartctl or when it cannot list the disks.
+        """
+        until = self._real.monotonic() + self.deadline_s - RESERVE_S
+        command = self._command()
+        reading = Reading(samples=[], events=[], devices=[], errors=[])
+        self._discover(command)
+        asked = self._ask_all(command, until)
+        for disk in self._disks.values():
+            outcome = asked.get(disk.address.id)
+            if outcome is not None:
+                self._report(disk, outcome, reading)
+            elif not disk.listed:
+                self._vanished(disk, "no scan finds it any more", reading)
+            else:
+                reading.errors.append(
+                    CollectionError(
+                        SOURCE,
+                        "not asked this time: slow disks before it took up the deadline",
+                        disk.address.id,
+                        "raise max_concurrent or lower call_timeout_s in the smart settings",
+                    )
+                )
+        return reading
+
+    def close(self) -> None:
+        self._runner.close()
+
+    # Finding smartctl and the disks
+
+    def _command(self) -> list[str]:
+        whole = shutil.which(self._smartctl)
+        if whole:
+            return [whole]
+        try:
+            words = shlex.split(self._smartctl)
+        except ValueError as error:
+            raise ConfigError(f"smart: smartctl = {self._smartctl!r} is no command line: {error}") from None
+        program = shutil.which(words[0]) if words else None
+        if program is None:
+            raise UnavailableError(
+                f"smart: no program {self._smartctl!r} that can be run; install it (apt-get install smartmontools, "
+                "dnf install smartmontools) or set smartctl to its path"
+            )
+        return [program, *words[1:]]
+
+    def _discover(self, command: list[str]) -> None:
+        now = self._clock.monotonic()
+        if self._scanned_at is not None and now - self._scanned_at < self._rescan_s:
+            return
+        found = self._configured or self._scan(command)
+        self._scanned_at = now
+        listed = {address.id for address in found}
+        for disk in self._disks.values():
+            disk.listed = disk.address.id in listed
+        # A disk that never told anything and is no longer listed leaves no trace.
+        self._disks = {i: d for i, d in self._disks.items() if d.listed or d.last is not None}
+        for address in found:
+            known = self._disks.get(address.id)
+            if known is None:
+                self._disks[address.id] = _Disk(address, self._rotational(address))
+            else:
+                known.address = address
+
+    def _scan(self, command: list[str]) -> list[DiskAddress]:
+        """The disks by scan. `--scan` opens no disk, so that none can hang it; the other forms are for when it
+        gives nothing. A program that answers a scan with one disk's own answer stands for that one disk."""
+        problems: list[str] = []
+        single: tuple[str, str] | None = None
+        empty = False
+        forms = [[*form, "--json"] for form in (["--scan"], ["--scan-open"])] if self._json else []
+        for arguments in [*forms, ["--scan"], ["--scan-open"]]:
+            plain = "--json" not in arguments
+            if plain and (empty or single):
+                break
+            answer = self._runner.run([*command, *arguments], min(SCAN_TIMEOUT_S, self._call_timeout_s))
+            text = smart_json.decode(answer.output or answer.errors)
+            entries, alone = _scanned(text)
+            if entries:
+                return smart_disks.addresses(entries, self._types)
+            single = single or alone
+            if alone is None and not answer.problem and not answer.timed_out:
+                empty = empty or entries is not None or (not text.strip() and answer.exit_status == 0)
+            problems.append(_scan_problem(answer, text))
+        if single:
+            return smart_disks.addresses([single], self._types)
+        if empty:
+            return []
+        if self._disks:  # the scan failed this once; the disks are known
+            return [disk.address for disk in self._disks.values() if disk.listed]
+        why = next((p for p in problems if p), "it printed nothing that can be read")
+        raise UnavailableError(
+            f"smart: {self._smartctl} cannot list the disks: {why}; try `smartctl --scan` by hand, or name them in "
+            "the setting devices"
+        )
+
+    def _rotational(self, address: DiskAddress) -> bool | None:
+        """Whether the kernel calls the disk spinning; None where it does not say (behind a RAID controller)."""
+        if address.is_nvme:
+            return False
+        if "-" in address.id or "/" in address.name.removeprefix("/dev/"):
+            return None
+        try:
+            text = (self._root / "sys/block" / address.id / "queue/rotational").read_text().strip()
+        except OSError:
+            return None
+        return {"0": False, "1": True}.get(text)
+
+    # Asking
+
+    def _ask_all(self, command: list[str], until: float) -> dict[str, _Outcome]:
+        """Ask every listed disk, a few at a time; those that were slow last time come last."""
+        outcomes: dict[str, _Outcome] = {}
+        futures: dict[Future[_Outcome], _Disk] = {}
+        pool = ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="smart")
+        try:
+            for disk in sorted(self._disks.values(), key=lambda d: d.slow):
+                if not disk.listed:
+                    continue
+                if disk.asking is not None and disk.asking.done():
+                    # It came after its deadline: too old to be served now, but its process may still hang.
+                    late = None if disk.asking.cancelled() else disk.asking.result()
+                    disk.left = late.left if late else None
+                    disk.asking = None
+                if disk.left is not None and disk.left.poll() is not None:
+                    disk.left = None
+                if disk.left is not None or disk.asking is not None:
+                    outcomes[disk.address.id] = _Outcome(
+                        why="timeout", message="an earlier smartctl still hangs on it", left=disk.left
+                    )
+                    continue
+                disk.asking = pool.submit(self._ask, command, disk, until)
+                futures[disk.asking] = disk
+            wait(futures, max(until - self._real.monotonic(), 0.0))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for future, disk in futures.items():
+            if future.cancelled():
+                disk.asking = None
+            elif future.done():
+                outcomes[disk.address.id] = future.result()
+                disk.asking = None
+            else:
+                outcomes[disk.address.id] = _Outcome(why="timeout", message="it did not answer in time")
+        return outcomes
+
+    def _ask(self, command: list[str], disk: _Disk, until: float) -> _Outcome:
+        """Ask one disk; runs in a thread and changes nothing. Whatever goes wrong is this disk's alone."""
+        try:
+            return self._ask_once(command, disk, until)
+        except InputError as error:
+            return _Outcome(why="garbage", message=str(error))
+        except Exception as error:
+            return _Outcome(
+                why="garbage", message=f"its answer could not be read: {type(error).__name__}: {error}"
+            )
+
+    def _ask_once(self, command: list[str], disk: _Disk, until: float) -> _Outcome:
+        timeout_s = min(self._call_timeout_s, until - self._real.monotonic())
+        if timeout_s <= 0:
+            return _Outcome(why="timeout", message="no time was left to ask it")
+        answer = self._runner.run(
+            [*command, *call_arguments(disk, as_json=self._json, wake=self._wake)], timeout_s
+        )
+        outcome = _outcome(answer, timeout_s)
+        reading = outcome.reading
+        if reading is not None and self._json and _without_json(reading):
+            # An old smartctl: it has to be asked in plain words from now on.
+            timeout_s = min(self._call_timeout_s, until - self._real.monotonic())
+            plain = self._runner.run(
+                [*command, *call_arguments(disk, as_json=False, wake=self._wake)], max(timeout_s, 1)
+            )
+            outcome = _outcome(plain, timeout_s)
+            if outcome.reading is not None and outcome.reading.why != "bad_command":
+                self._json = False
+            reading = outcome.reading
+        if reading is not None and reading.state == "asleep" and reading.rotational is None:
+            if disk.rotational is None:
+                reading = replace(reading, rotational=self._spins(command, disk, until))
+            return replace(outcome, reading=reading)
+        return outcome
+
+    def _spins(self, command: list[str], disk: _Disk, until: float) -> bool | None:
+        """Whether a sleeping disk spins at all. Only its identity is asked for, which does not start the motor."""
+        type_ = ["-d", disk.address.type] if disk.address.type else []
+        form = ["--json"] if self._json else []
+        timeout_s = min(self._call_timeout_s, until - self._real.monotonic())
+        if timeout_s <= 0:
+            return None
+        answer = self._runner.run([*command, *form, "--info", *type_, disk.address.name], timeout_s)
+        found = _outcome(answer, timeout_s).reading
+        return found.rotational if found is not None else None
+
+    # Reporting
+
+    def _report(self, disk: _Disk, outcome: _Outcome, reading: Reading) -> None:
+        id_ = disk.address.id
+        disk.left = outcome.left
+        disk.slow = outcome.why == "timeout"
+        found = outcome.reading
+        if found is None:
+            words = f"{disk.address.name}: {outcome.message}"
+            self._unavailable(disk, Verdict("unavailable", "error", words, outcome.why), reading)
+            return
+        if found.rotational is not None:
+            disk.rotational = found.rotational
+        if found.state == "unavailable" and disk.last is not None and is_gone(found.message):
+            self._vanished(disk, found.message, reading)
+            return
+        if found.state == "read":
+            disk.last = found
+            disk.wants_all = found.protocol == "SCSI" and "disk_temperature_celsius" not in found.values
+        known = disk.last if disk.last is not None else found
+        reading.devices.append(_device(id_, known, disk.rotational))
+        values = dict(found.values)
+        if found.state == "asleep":
+            values = {k: v for k, v in known.values.items() if k not in NOT_KEPT_ASLEEP}
+            values["disk_standby"] = 1.0
+        elif found.state == "read" and disk.rotational:
+            values["disk_standby"] = 0.0
+        if known.capacity_bytes:
+            values["disk_capacity_bytes"] = known.capacity_bytes
+        values["disk_smartctl_exit_status"] = float(found.exit_status)
+        reading.samples += [Sample(id_, metric, value) for metric, value in sorted(values.items())]
+        verdict = judge(found)
+        if verdict.verdict == "unavailable":
+            self._unavailable(disk, verdict, reading, found.hint)
+            return
+        if found.state == "scan":
+            reading.errors.append(
+                CollectionError(SOURCE, verdict.message, id_, remedy("", name="", type_="", hint=""))
+            )
+        if found.state == "asleep" and disk.verdict and not disk.verdict.startswith("unavailable"):
+            reading.samples.append(_verdict_sample(id_, disk.verdict))  # sleep changes no verdict
+            return
+        self._announce(disk, verdict, reading)
+
+    def _vanished(self, disk: _Disk, words: str, reading: Reading) -> None:
+        self._scanned_at = None
+        message = f"{disk.address.name} was there and is gone: {words}"
+        self._unavailable(disk, Verdict("unavailable", "critical", message, "vanished"), reading)
+
+    def _unavailable(self, disk: _Disk, verdict: Verdict, reading: Reading, hint: str = "") -> None:
+        address = disk.address
+        way_out = remedy(verdict.why, name=address.name, type_=address.type, hint=hint)
+        reading.errors.append(CollectionError(SOURCE, verdict.message, address.id, way_out))
+        if not any(d.device == address.id for d in reading.devices):
+            known = disk.last or DiskReading("empty")
+            reading.devices.append(_device(address.id, known, disk.rotational))
+        self._announce(disk, verdict, reading, hint)
+
+    def _announce(self, disk: _Disk, verdict: Verdict, reading: Reading, hint: str = "") -> None:
+        """The verdict as a sample always, as an event when it is new."""
+        id_ = disk.address.id
+        reading.samples.append(_verdict_sample(id_, verdict.code))
+        if verdict.code == disk.verdict:
+            return
+        disk.verdict = verdict.code
+        labels = {k: v for k, v in (("why", verdict.why), ("type_to_try", hint)) if v}
+        reading.events.append(
+            Event(
+                device=id_,
+                kind="disk_verdict",
+                code=verdict.code,
+                severity=verdict.severity,
+                message=f"{verdict.verdict}: {verdict.message}",
+                labels=labels,
+            )
+        )
+
+
+def call_arguments(disk: _Disk, *, as_json: bool, wake: bool) -> list[str]:
+    """smartctl's arguments for one disk. Everything is asked for only of a SAS disk that hides its temperature."""
+    words = ["--json"] if as_json else []
+    words.append("--xall" if disk.wants_all else "--all")
+    if not wake and disk.rotational is not False and not disk.address.is_nvme:
+        words += ["-n", "standby"]
+    if disk.address.type:
+        words += ["-d", disk.address.type]
+    return [*words, disk.address.name]
+
+
+def read_answer(data: bytes, exit_status: int = 0) -> DiskReading:
+    """The reading of whatever smartctl printed. Raises InputError for JSON that is damaged."""
+    text = smart_json.decode(data)
+    document = smart_json.find_document(text)
+    return (
+        smart_json.read(document, exit_status) if document is not None else smart_text.read(text, exit_status)
+    )
+
+
+def _outcome(answer: Answer, timeout_s: float) -> _Outcome:
+    if answer.problem:
+        return _Outcome(why="garbage", message=f"smartctl could not be started: {answer.problem}")
+    if answer.timed_out:
+        return _Outcome(
+            why="timeout", message=f"smartctl gave no answer within {timeout_s:.0f} s", left=answer.left
+        )
+    if answer.cut:
+        return _Outcome(
+            why="garbage", message="smartctl printed megabytes; that is no answer", left=answer.left
+        )
+    data = answer.output if answer.output.strip() else answer.errors
+    if not data.strip():
+        return _Outcome(why="garbage", message=f"smartctl printed nothing (exit status {answer.exit_status})")
+    reading = read_answer(data, max(answer.exit_status, 0))
+    if reading.state == "empty" and not reading.name and b"smartctl" not in data:
+        start = " ".join(smart_json.decode(data[:200]).split())
+        return _Outcome(why="garbage", message=f"its answer is not smartctl's: {start[:80]!r}")
+    return _Outcome(reading)
+
+
+def _without_json(reading: DiskReading) -> bool:
+    return (
+        reading.why == "bad_command"
+        and "json" in reading.message.lower()
+        and "option" in reading.message.lower()
+    )
+
+
+def _scanned(text: str) -> tuple[list[tuple[str, str]] | None, tuple[str, str] | None]:
+    """(the list when the text is a scan's, the one disk when it is a disk's own answer)."""
+    try:
+        document = smart_json.find_document(text)
+    except InputError:
+        return None, None
+    if document is not None:
+        entries = smart_json.scan_entries(document)
+        if entries is not None:
+            return entries, None
+        if smart_json.read(document).why == "bad_command" and smart_json.is_scan_command(document):
+            return None, None
+        return None, smart_json.replayed_name(document)
+    entries = smart_text.scan_entries(text)
+    if entries:
+        return entries, None
+    if text.lstrip().startswith("# No devices"):
+        return [], None
+    reading = smart_text.read(text)
+    if reading.state in ("empty", "scan") or reading.why == "bad_command":
+        return None, None
+    return None, (smart_text.replayed_name(text) or "/dev/disk0", "")
+
+
+def _scan_problem(answer: Answer, text: str) -> str:
+    if answer.problem:
+        return answer.problem
+    if answer.timed_out:
+        return "it did not answer in time"
+    return " ".join(text.split())[:160]
+
+
+def _verdict_sample(id_: str, code: str) -> Sample:
+    return Sample(id_, "disk_verdict", 1.0, {"verdict": code})
+
+
+def _device(id_: str, reading: DiskReading, rotational: bool | None) -> Device:
+    labels = {"firmware": reading.firmware, "protocol": reading.protocol}
+    if reading.capacity_bytes:
+        labels["capacity_bytes"] = f"{reading.capacity_bytes:.0f}"
+    if rotational is not None:
+        labels["rotational"] = "true" if rotational else "false"
+    return Device(id_, "disk", reading.model, reading.serial, labels={k: v for k, v in labels.items() if v})
