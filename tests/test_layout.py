@@ -25,9 +25,21 @@ def test_dependencies_point_one_way() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "heavy", ["numpy", "pandas", "pydantic", "httpx", "lightgbm", "sklearn", "structlog", "fastapi", "pySMART", "duckdb"]
+HEAVY = (
+    "numpy",
+    "pandas",
+    "pydantic",
+    "httpx",
+    "lightgbm",
+    "sklearn",
+    "structlog",
+    "fastapi",
+    "pySMART",
+    "duckdb",
 )
+
+
+@pytest.mark.parametrize("heavy", HEAVY)
 def test_importing_the_agent_stays_slim(heavy: str) -> None:
     code = (
         "import sys, pkgutil, importlib, forewarn.collectors, forewarn.daemon.agent\n"
@@ -45,4 +57,6 @@ def test_every_package_says_what_belongs_in_it() -> None:
     for part in PARTS:
         for init in (ROOT / part).rglob("__init__.py"):
             text = init.read_text()
-            assert text.startswith('"""') and len(text) > 40, f"{init} has no docstring that says what belongs there"
+            assert text.startswith('"""') and len(text) > 40, (
+                f"{init} has no docstring that says what belongs there"
+            )

@@ -42,8 +42,9 @@ def show(row: dict[str, Any]) -> str:
 
     verdict = {True: "met", False: "MISSED", None: ""}[row.get("met")]
     return (
-        f"{row['name']:<64} {cell(row.get('value')):>10} {row.get('unit') or '':<14} floor {cell(row.get('floor')):>10}  "
-        f"ratio {cell(row.get('ratio')):>7}  budget {cell(row.get('budget')):>10}  {verdict}"
+        f"{row['name']:<64} {cell(row.get('value')):>10} {row.get('unit') or '':<14} "
+        f"floor {cell(row.get('floor')):>10}  ratio {cell(row.get('ratio')):>7}  "
+        f"budget {cell(row.get('budget')):>10}  {verdict}"
     )
 
 

@@ -1,0 +1,1 @@
+"""What tests share: real processes started and stopped, stand-ins for programs, a webhook receiver."""
