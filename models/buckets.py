@@ -300,7 +300,9 @@ def _take(
             for f in range(start[m], start[m + 1]):
                 s = signal[f]
                 if types[f] == COUNTER:
-                    _add(r, s, increase, slot, ring)
+                    # Nothing to add to buckets that this metric has been in already.
+                    if increase > 0.0 or before < bucket[0] * width[0]:
+                        _add(r, s, increase, slot, ring)
                     if increase > 0.0:
                         total[r, s] += increase
                         if np.isnan(first[r, s]):
@@ -320,7 +322,7 @@ def _take(
                     k = slot[level]
                     if k < 0:
                         continue
-                    if before == -np.inf or math.floor(before / width[level]) != bucket[level]:
+                    if before < bucket[level] * width[level]:
                         filled[r, s, level] = 1
                         ring[r, k, s] = x
                     else:
