@@ -3,12 +3,12 @@
 import { h, svg } from "./dom.js";
 import { clockTime } from "./format.js";
 
-const WIDTH = 320;
 const PLOT = { left: 44, right: 6, top: 8, bottom: 20 };
 
-// lines: [{name, points: [[seconds, value or null], ...]}]; options: name, show(value), height, low, high, marks.
+// lines: [{name, points: [[seconds, value or null], ...]}]; options: name, show(value), width, height, low, high, marks.
 export function lineChart(lines, options) {
   const height = options.height || 120;
+  const width = Math.max(260, options.width || 320);
   const points = lines.flatMap((line) => line.points).filter(([, value]) => value !== null && Number.isFinite(value));
   const last = lines.map((line) => [...line.points].reverse().find(([, value]) => value !== null)).find(Boolean);
   const caption = h("figcaption", {}, options.name, last ? h("b", {}, options.show(last[1])) : null);
@@ -19,10 +19,10 @@ export function lineChart(lines, options) {
   let low = options.low ?? Math.min(...values);
   let high = options.high ?? Math.max(...values);
   if (high - low < Math.abs(high) * 1e-6 + 1e-12) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.05, high + Math.abs(high) * 0.05];
-  const x = (time) => PLOT.left + (to > from ? (time - from) / (to - from) : 0.5) * (WIDTH - PLOT.left - PLOT.right);
+  const x = (time) => PLOT.left + (to > from ? (time - from) / (to - from) : 0.5) * (width - PLOT.left - PLOT.right);
   const y = (value) => height - PLOT.bottom - ((value - low) / (high - low)) * (height - PLOT.top - PLOT.bottom);
   const grid = [low, (low + high) / 2, high].map((value) => [
-    svg("line", { class: "grid", x1: PLOT.left, x2: WIDTH - PLOT.right, y1: y(value), y2: y(value) }),
+    svg("line", { class: "grid", x1: PLOT.left, x2: width - PLOT.right, y1: y(value), y2: y(value) }),
     svg("text", { x: PLOT.left - 5, y: y(value) + 3.5, "text-anchor": "end" }, short(options.show(value))),
   ]);
   const marks = (options.marks || []).filter((time) => time >= from && time <= to).map((time) => svg("line", { class: "mark", x1: x(time), x2: x(time), y1: PLOT.top, y2: height - PLOT.bottom }));
@@ -37,12 +37,12 @@ export function lineChart(lines, options) {
   const label = `${options.name}: from ${options.show(values[0])} at ${clockTime(from)} to ${last ? options.show(last[1]) : "unknown"} at ${clockTime(to)}`;
   const picture = svg(
     "svg",
-    { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label },
+    { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
     grid,
     marks,
     drawn,
     svg("text", { x: PLOT.left, y: height - 5 }, clockTime(from)),
-    svg("text", { x: WIDTH - PLOT.right, y: height - 5, "text-anchor": "end" }, clockTime(to)),
+    svg("text", { x: width - PLOT.right, y: height - 5, "text-anchor": "end" }, clockTime(to)),
   );
   return h("figure", { class: "chart" }, caption, picture);
 }

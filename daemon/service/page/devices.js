@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { lineChart, lineKeys } from "./charts.js";
 import { card, chip, deviceLink, empty, h, nodeLink, simulatedTag, table } from "./dom.js";
 import { eventTable } from "./events.js";
-import { ago, clockTime, duration, horizonName, metricName, metricValue, percent, seconds } from "./format.js";
+import { ago, clockTime, horizonName, metricName, metricValue, percent, riskText, seconds } from "./format.js";
 
 export function devicesView(main) {
   const filter = { kind: "", min_risk: "" };
@@ -56,9 +56,9 @@ export function deviceView(main, id) {
   main.append(h("div", { class: "head" }, h("div", { class: "crumbs" }, h("a", { href: "#/" }, "Fleet"), " / ", nodeLink(node)), title, tags), body);
   return {
     async refresh() {
-      const [device, events] = await Promise.all([get(`v1/risk/${encodeURIComponent(id).replaceAll("%2F", "/")}`), get("v1/events", { device: id, limit: 50 })]);
+      const device = await get(`v1/risk/${encodeURIComponent(id).replaceAll("%2F", "/")}`);
       tags.replaceChildren(chip(device.level), " ", simulatedTag(device) || "");
-      const items = events.items || [];
+      const items = device.events || [];
       body.replaceChildren(
         h("div", { class: "half" }, riskCard(device), reasonsCard(device)),
         historyCard(device, items),
@@ -87,13 +87,18 @@ function riskCard(device) {
           ["Kind", device.kind],
           ["Model", device.model],
           ["Serial", device.serial],
-          ["Last reading", device.last_seen ? ago(device.last_seen) : ""],
+          ["Last reading", lastReading(device)],
         ]
           .filter(([, value]) => value)
           .map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
       ),
     ),
   );
+}
+
+function lastReading(device) {
+  const times = Object.values(device.latest || {}).map((found) => seconds(found.time));
+  return times.length ? ago(Math.max(...times)) : "none held";
 }
 
 function meter(p, level) {
@@ -104,9 +109,8 @@ function meter(p, level) {
 
 function reasonsCard(device) {
   const reasons = device.reasons || [];
-  const line = (reason) => {
-    const item = typeof reason === "string" ? { text: reason } : reason;
-    const rule = Boolean(item.rule) || item.contribution === null || item.contribution === "Infinity" || item.contribution > 50;
+  const line = (item) => {
+    const rule = item.contribution === null;
     const since = seconds(item.since);
     return h(
       "li",
@@ -125,7 +129,7 @@ function historyCard(device, events) {
   const lines = horizons.map((horizon) => ({ name: horizonName(horizon), points: history.map((row) => [seconds(row.time), valueOf(row, horizon)]) }));
   const marks = events.filter((event) => event.severity === "critical").map((event) => seconds(event.time));
   if (!history.length) return card("Risk over time", null, empty("No history yet: it grows with every scoring cycle."));
-  return card("Risk over time", h("span", { class: "note" }, `${history.length} cycles; dashed red: critical events`), h("div", { class: "body" }, lineKeys(lines.map((line) => line.name)), lineChart(lines, { name: "Chance of failure", show: percent, low: 0, high: 1, height: 110, marks })));
+  return card("Risk over time", h("span", { class: "note" }, `${history.length} cycles; dashed red: critical events`), h("div", { class: "body" }, lineKeys(lines.map((line) => line.name)), lineChart(lines, { name: "Chance of failure", show: percent, low: 0, high: 1, width: document.getElementById("main").clientWidth - 75, height: 170, marks })));
 }
 
 function valueOf(row, horizon) {
@@ -137,13 +141,13 @@ function valueOf(row, horizon) {
 const FIRST = ["gpu_ecc_dram_corrected_total", "gpu_ecc_dram_uncorrected_total", "gpu_row_remap_corrected_total", "gpu_temperature_celsius", "gpu_memory_temperature_celsius", "gpu_power_watts", "gpu_sm_clock_hertz", "gpu_pcie_replay_total"];
 
 function metricsCard(device, events) {
-  const series = device.series || {};
-  const latest = device.latest || device.readings || {};
-  const names = Object.keys(series);
+  const series = new Map((device.series || []).map((line) => [line.metric, line]));
+  const latest = device.latest || {};
+  const names = [...series.keys()];
   const order = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
   names.sort((a, b) => order(a) - order(b) || a.localeCompare(b));
   const marks = events.filter((event) => event.severity === "critical").map((event) => seconds(event.time));
-  const charts = names.map((name) => lineChart([{ name, points: pointsOf(series[name]) }], { name: metricName(name) + (name.endsWith("_total") ? ", increase" : ""), show: (value) => metricValue(name, value), marks }));
+  const charts = names.map((name) => lineChart([{ name, points: pointsOf(series.get(name)) }], { name: metricName(name) + (name.endsWith("_total") ? ", increase" : ""), show: (value) => metricValue(name, value), marks }));
   const rest = Object.keys(latest)
     .filter((name) => !names.includes(name))
     .sort();
@@ -156,7 +160,7 @@ function metricsCard(device, events) {
       ? table(
           [
             ["Reading", (name) => metricName(name)],
-            ["Value", (name) => metricValue(name, valueIn(latest[name])), "num"],
+            ["Value", (name) => metricValue(name, latest[name].value), "num"],
             ["Metric", (name) => h("code", { class: "muted" }, name)],
           ],
           rest,
@@ -166,14 +170,8 @@ function metricsCard(device, events) {
   );
 }
 
-function pointsOf(found) {
-  if (Array.isArray(found)) return found.map((pair) => (Array.isArray(pair) ? [seconds(pair[0]), pair[1]] : [seconds(pair.time), pair.value]));
-  return (found.times || found.time || []).map((time, index) => [seconds(time), (found.values || found.value)[index]]);
-}
-
-function valueIn(found) {
-  if (Array.isArray(found)) return found[0];
-  return found !== null && typeof found === "object" ? found.value : found;
+function pointsOf(line) {
+  return line.times.map((time, index) => [seconds(time), line.values[index]]);
 }
 
 export function nodeView(main, id) {
@@ -182,8 +180,8 @@ export function nodeView(main, id) {
   main.append(h("div", { class: "head" }, h("div", { class: "crumbs" }, h("a", { href: "#/" }, "Fleet")), h("h1", { class: "mono" }, id), tags), body);
   return {
     async refresh() {
-      const [node, risk, events] = await Promise.all([get(`v1/nodes/${encodeURIComponent(id)}`), get("v1/risk", { node: id, limit: 500 }), get("v1/events", { node: id, limit: 50 })]);
-      const items = (risk.items || []).sort((a, b) => a.device.localeCompare(b.device, "en", { numeric: true }));
+      const node = await get(`v1/nodes/${encodeURIComponent(id)}`);
+      const items = (node.risks || []).sort((a, b) => a.device.localeCompare(b.device, "en", { numeric: true }));
       tags.replaceChildren(chip(node.level), " ", simulatedTag(node) || "", " ", h("span", { class: "muted" }, `last heard ${ago(node.last_seen)}`));
       body.replaceChildren(
         card(
@@ -192,7 +190,7 @@ export function nodeView(main, id) {
           h("div", { class: "body tiles" }, items.length ? items.map(tile) : h("p", { class: "muted" }, "No device of this node has a risk yet.")),
         ),
         factsCard(node),
-        card("Events of this node", null, eventTable(events.items || [])),
+        card("Events of this node", null, eventTable(node.events || [])),
       );
     },
   };
@@ -202,18 +200,18 @@ function tile(item) {
   return h(
     "a",
     { class: "tile", href: `#/device/${encodeURIComponent(item.device)}`, "data-level": item.level },
-    h("div", {}, h("span", { class: "mono" }, item.device.split("/")[1] || "host"), h("b", {}, percent(item.max_risk))),
+    h("div", {}, h("span", { class: "mono" }, item.device.split("/")[1] || "host"), h("b", {}, riskText(item))),
     h("small", {}, item.model || item.kind),
     item.reason ? h("small", {}, item.reason) : null,
   );
 }
 
 function factsCard(node) {
-  const skip = ["node", "devices", "level", "max_risk", "simulated", "items", "risk"];
+  const skip = ["node", "devices", "level", "max_risk", "simulated"];
   const facts = Object.entries(node).filter(([name, value]) => !skip.includes(name) && value !== null && value !== "" && typeof value !== "object");
   if (!facts.length) return null;
   const show = (name, value) => {
-    if (name.endsWith("_seconds") || name.endsWith("_s")) return duration(value);
+    if (name.endsWith("_seconds")) return `${value.toFixed(2)} s`;
     return seconds(value) !== null && /seen|first|since|created|time/.test(name) ? clockTime(value, true) : String(value);
   };
   return card("About", null, h("div", { class: "body" }, h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, show(name, value))]))));

@@ -67,7 +67,7 @@ export function table(columns, items, none) {
       "table",
       { class: "cards" },
       h("thead", {}, h("tr", {}, columns.map(([title, , style]) => h("th", { scope: "col", class: style }, title)))),
-      h("tbody", {}, items.map((item) => h("tr", {}, columns.map(([title, cell, style]) => h("td", { "data-name": title, class: style }, cell(item)))))),
+      h("tbody", {}, items.map((item) => h("tr", {}, columns.map(([title, cell, style]) => h("td", { "data-name": title, class: style }, h("div", {}, cell(item))))))),
     ),
   );
 }

@@ -2,7 +2,7 @@
 
 import { get, getAll } from "./api.js";
 import { card, chip, deviceLink, empty, h, simulatedTag } from "./dom.js";
-import { ago, clockTime, percent, rank } from "./format.js";
+import { ago, rank, riskText } from "./format.js";
 import { Heatmap, legend } from "./heatmap.js";
 import { eventTable } from "./events.js";
 import { protectionItem } from "./jobs.js";
@@ -26,10 +26,14 @@ export function fleetView(main) {
     h(
       "div",
       { class: "split" },
-      h("section", { class: "card", "aria-label": "Heat map" }, h("header", {}, h("h2", {}, "Risk by device"), heatNote, h("span", { class: "end" }, legend())), heat.box, heat.info),
+      h(
+        "div",
+        { class: "stack" },
+        h("section", { class: "card", "aria-label": "Heat map" }, h("header", {}, h("h2", {}, "Risk by device"), heatNote, h("span", { class: "end" }, legend())), heat.box, heat.info),
+        card("Latest events", h("span", { class: "end" }, h("a", { href: "#/events" }, "All events")), events),
+      ),
       h("div", { class: "stack" }, card("Needs attention", h("span", { class: "end" }, h("a", { href: "#/devices" }, "All devices")), risky), card("Protections", h("span", { class: "end" }, h("a", { href: "#/jobs" }, "Jobs and protections")), protections)),
     ),
-    card("Latest events", h("span", { class: "end" }, h("a", { href: "#/events" }, "All events")), events),
   );
   let devices = [];
   let loadedAt = 0;
@@ -41,7 +45,15 @@ export function fleetView(main) {
     loading = true;
     try {
       const first = devices.length === 0;
-      devices = await getAll("v1/risk", {}, MOST_DEVICES, first ? (items) => heat.show(items) : null);
+      let shown = 0;
+      const progress = (items) => {
+        // Show what is there, but not after every page: sorting again and again costs more than the wait.
+        if (items.length >= 2 * shown) {
+          shown = items.length;
+          heat.show(items);
+        }
+      };
+      devices = await getAll("v1/risk", {}, MOST_DEVICES, first ? progress : null);
       heat.show(devices);
       loadedAt = Date.now();
     } finally {
@@ -62,7 +74,7 @@ export function fleetView(main) {
       stats.replaceChildren(
         stat("Nodes", nodes.length, silent ? `${silent} silent for 3 min` : "all reporting", silent ? "warning" : ""),
         stat("Devices", devices.length, simulated ? `${simulated} simulated, ${devices.length - simulated} of real hosts` : "none simulated"),
-        stat("At risk", attention.length, attention.length ? `worst: ${percent(attention[0].max_risk)}` : "none above watch", worst),
+        stat("At risk", attention.length, attention.length ? `worst: ${riskText(attention[0])}` : "none above watch", worst),
         stat("Open protections", openOnes.length, open.items && open.items.length ? `last ${ago(open.items[0].created)}` : "none so far"),
       );
       risky.replaceChildren(attention.length ? h("ul", { class: "list" }, attention.slice(0, 6).map(riskyItem)) : empty(devices.length ? "No device is above watch." : "No device has reported yet."));
@@ -83,11 +95,7 @@ export function riskyItem(item) {
     { class: "risky" },
     h("span", { class: "bar", "data-level": item.level }),
     h("span", {}, deviceLink(item.device), " ", simulatedTag(item)),
-    h("span", { class: "nowrap" }, chip(item.level), " ", h("span", { class: "percent" }, percent(item.max_risk))),
+    h("span", { class: "nowrap" }, chip(item.level), " ", h("span", { class: "percent" }, riskText(item))),
     h("span", { class: "why" }, item.reason || "No single reason stands out yet."),
   );
-}
-
-export function stamp(value) {
-  return h("time", { title: clockTime(value, true), class: "nowrap num" }, clockTime(value));
 }

@@ -6,8 +6,17 @@ export function percent(p) {
   if (p === null || p === undefined || Number.isNaN(p)) return "no data";
   if (p <= 0) return "0 %";
   if (p < 0.001) return "< 0.1 %";
+  if (p >= 1) return "100 %";
   if (p > 0.999) return "> 99.9 %";
   return `${(p * 100).toFixed(p < 0.1 ? 1 : 0)} %`;
+}
+
+// The probability that the level goes by, the middle horizon, in words: "87 % in 1 h".
+export function riskText(item) {
+  const horizons = Object.keys(item.risk || {}).sort((a, b) => a - b);
+  const middle = horizons[Math.min(1, horizons.length - 1)];
+  if (middle === undefined) return percent(item.max_risk);
+  return `${percent(item.risk[middle])} in ${horizonName(middle)}`;
 }
 
 export function rank(level) {
@@ -78,8 +87,8 @@ export function metricValue(metric, value) {
   const large = Math.abs(value) >= 1e4 && (name === "bytes" || name === "hertz" || name === "joules");
   if (large) {
     const power = Math.min(4, Math.floor(Math.log10(Math.abs(value)) / 3));
-    return `${(value / 1000 ** power).toFixed(1)} ${["", "k", "M", "G", "T"][power]}${UNITS[name]}`;
+    return `${(value / 1000 ** power).toFixed(2)} ${["", "k", "M", "G", "T"][power]}${UNITS[name]}`;
   }
-  const text = Number.isInteger(value) ? value.toLocaleString("en") : value.toPrecision(4).replace(/\.?0+$/, "");
+  const text = Number.isInteger(value) ? value.toLocaleString("en") : Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
   return name ? `${text} ${UNITS[name]}` : text;
 }

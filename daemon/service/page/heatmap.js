@@ -2,13 +2,15 @@
 // nodes scroll like sixteen. Keys: arrows move, Home and End jump, Enter opens.
 
 import { h } from "./dom.js";
-import { percent, rank } from "./format.js";
+import { riskText } from "./format.js";
 
 const SIZES = [
   { most: 700, cell: 20, gap: 3, label: 16, space: 16 },
   { most: 6000, cell: 11, gap: 2, label: 0, space: 9 },
   { most: Infinity, cell: 7, gap: 1, label: 0, space: 5 },
 ];
+const NARROW_PX = 480;
+const NARROW_SIZE = { cell: 17, gap: 2, label: 16, space: 14 };
 const MOST_COLUMNS = 8;
 const PADDING = 16;
 
@@ -63,6 +65,7 @@ export class Heatmap {
     const width = this.box.clientWidth;
     if (!width || !this.nodes.length) return;
     this.size = SIZES.find((size) => this.cells.length <= size.most);
+    if (this.size.label && width < NARROW_PX) this.size = NARROW_SIZE;
     const { cell, gap, label, space } = this.size;
     const most = this.nodes.reduce((found, node) => Math.max(found, node.items.length), 1);
     const pitch = cell + gap;
@@ -105,6 +108,7 @@ export class Heatmap {
     const colour = (name) => style.getPropertyValue(name).trim();
     const fills = { healthy: colour("--heat-0"), watch: colour("--heat-1"), warning: colour("--heat-2"), critical: colour("--heat-3") };
     const [ink, muted, hollow, surface] = ["--ink", "--muted", "--heat-none", "--surface"].map(colour);
+    const marks = [];
     const scale = window.devicePixelRatio || 1;
     const context = this.canvas.getContext("2d");
     const { cell, label } = this.size;
@@ -115,35 +119,41 @@ export class Heatmap {
     const last = Math.min(this.rows - 1, Math.floor((top + this.view - PADDING) / this.blockHeight));
     context.font = "11.5px system-ui, 'DejaVu Sans', sans-serif";
     context.textBaseline = "top";
-    const round = cell > 9 ? 4 : 1.5;
+    const round = cell > 9 ? 4 : 0;
+    // One path for each colour: a path for each cell is what makes large fleets stutter.
+    const paths = new Map();
+    const pathOf = (kind) => {
+      if (!paths.has(kind)) paths.set(kind, new Path2D());
+      return paths.get(kind);
+    };
     for (let at = first * this.perRow; at < Math.min(this.nodes.length, (last + 1) * this.perRow); at += 1) {
       const node = this.nodes[at];
       if (label) {
         const { x, y } = this.place(at, 0);
         context.fillStyle = muted;
-        context.fillText(clip(context, node.name, this.blockWidth - 10), x, y - label);
+        context.fillText(clip(context, node.simulated ? `${node.name} · simulated` : node.name, this.blockWidth - 10), x, y - label);
       }
       node.items.forEach((item, within) => {
         const { x, y } = this.place(at, within);
-        context.beginPath();
-        if (item.max_risk === null || item.max_risk === undefined) {
-          context.roundRect(x + 0.75, y + 0.75, cell - 1.5, cell - 1.5, round);
-          context.strokeStyle = hollow;
-          context.lineWidth = 1.5;
-          context.stroke();
-          return;
-        }
-        context.roundRect(x, y, cell, cell, round);
-        context.fillStyle = fills[item.level] || fills.healthy;
-        context.fill();
-        if (item.level === "critical" && cell > 9) {
-          // Not by colour alone: a critical cell has a mark.
-          context.beginPath();
-          context.arc(x + cell / 2, y + cell / 2, cell / 6, 0, 7);
-          context.fillStyle = surface;
-          context.fill();
-        }
+        if (item.max_risk === null || item.max_risk === undefined) pathOf("none").rect(x + 0.75, y + 0.75, cell - 1.5, cell - 1.5);
+        else if (round) pathOf(item.level).roundRect(x, y, cell, cell, round);
+        else pathOf(item.level).rect(x, y, cell, cell);
+        // Not by colour alone: a critical cell has a mark.
+        if (item.level === "critical" && cell > 9) marks.push([x + cell / 2, y + cell / 2]);
       });
+    }
+    for (const [kind, cells] of paths) {
+      context.lineWidth = 1.5;
+      context.strokeStyle = hollow;
+      context.fillStyle = fills[kind] || fills.healthy;
+      if (kind === "none") context.stroke(cells);
+      else context.fill(cells);
+    }
+    context.fillStyle = surface;
+    for (const [x, y] of marks) {
+      context.beginPath();
+      context.arc(x, y, cell / 6, 0, 7);
+      context.fill();
     }
     const chosen = this.cells[this.current];
     if (chosen) {
@@ -196,7 +206,7 @@ export class Heatmap {
     const chosen = this.cells[this.current];
     if (!chosen) return;
     const { item } = chosen;
-    const risk = item.max_risk === null || item.max_risk === undefined ? "no risk known" : `${percent(item.max_risk)}, ${item.level}`;
+    const risk = item.max_risk === null || item.max_risk === undefined ? "no risk known" : `${riskText(item)}, ${item.level}`;
     this.info.textContent = [item.device, item.model, risk, item.simulated ? "simulated" : "", item.reason || ""].filter(Boolean).join(" · ");
   }
 
@@ -249,6 +259,3 @@ export function legend() {
   return h("div", { class: "legend" }, key("healthy", "healthy"), key("watch", "watch"), key("warning", "warning"), key("critical", "critical (marked)"), key("none", "no risk known"));
 }
 
-export function worst(items) {
-  return items.reduce((found, item) => (rank(item.level) > rank(found) ? item.level : found), "healthy");
-}

@@ -41,17 +41,22 @@ function countOf(item) {
 
 function webhookOf(item) {
   if (item.webhook_disabled) return chip("warning", `off: ${item.webhook_disabled}`);
-  const url = item.webhook ? item.webhook.url : item.webhook_url;
+  const url = item.webhook_url;
   return url ? h("span", { class: "mono muted" }, url) : "none";
 }
 
 export function protectionItem(item, short) {
-  const reasons = (item.reasons || []).map((reason) => (typeof reason === "string" ? reason : reason.text)).filter(Boolean);
+  const own = `${item.device}: `;
+  const reasons = (item.reasons || [])
+    .map((reason) => (typeof reason === "string" ? reason : reason.text))
+    .filter(Boolean)
+    .map((text) => (text.startsWith(own) ? text.slice(own.length) : text));
   const chance = typeof item.risk === "number" ? item.risk : item.chance;
   return h(
     "li",
     {},
-    h("div", { class: "head" }, h("b", {}, item.job), chip(item.state), item.dry_run ? chip("", "dry run") : null, simulatedTag(item), h("span", { class: "muted grow" }, `${actionName(item.action)}${Number.isFinite(chance) ? `, risk ${percent(chance)}` : ""}`), h("span", { class: "muted nowrap" }, ago(item.created))),
+    h("div", { class: "head" }, h("b", {}, item.job), chip(item.state), item.dry_run ? chip("", "dry run") : null, simulatedTag(item), h("span", { class: "muted nowrap end" }, ago(item.created))),
+    h("div", {}, `Asked to ${actionName(item.action)}${Number.isFinite(chance) ? `; chance of a failure ${percent(chance)}` : ""}`),
     h("div", {}, item.device ? ["because of ", subjectLink(item.device), reasons.length ? ": " : ""] : null, h("span", { class: "muted" }, reasons.slice(0, short ? 1 : 3).join("; "))),
     timeline(item),
     !short && item.checkpoint ? h("p", { class: "muted" }, "Checkpoint ", h("code", {}, item.checkpoint)) : null,

@@ -29,7 +29,7 @@ export function alertsView(main) {
   main.append(h("div", { class: "head" }, h("h1", {}, "Alerts")), card("Alerts", h("span", { class: "note" }, "open ones first"), alerts), card("Silences", null, silences));
   const view = {
     async refresh() {
-      const [raised, quiet] = await Promise.all([get("v1/alerts", { limit: 200 }), get("v1/silences", { limit: 200 })]);
+      const [raised, quiet] = await Promise.all([get("v1/alerts", { state: "all", limit: 200 }), get("v1/silences", { limit: 200 })]);
       const items = [...(raised.items || [])].sort((a, b) => Boolean(a.resolved) - Boolean(b.resolved) || seconds(b.created) - seconds(a.created));
       alerts.replaceChildren(
         table(
@@ -51,7 +51,7 @@ export function alertsView(main) {
             ["Until", (item) => clockTime(item.ends, true)],
             ["Reason", (item) => item.reason || ""],
             ["By", (item) => item.created_by || ""],
-            ["", (item) => action("End now", "Silence ended.", () => send("DELETE", `v1/silences/${encodeURIComponent(item.id)}`), view.refresh)],
+            ["", (item) => (Date.now() / 1000 >= seconds(item.ends) ? "ended" : action("End now", "Silence ended.", () => send("DELETE", `v1/silences/${encodeURIComponent(item.id)}`), view.refresh))],
           ],
           quiet.items || [],
           "No silences.",
@@ -109,7 +109,7 @@ export function deliveriesView(main) {
             ["Last answer", (item) => [item.last_status ? String(item.last_status) : "", item.last_error ? h("div", { class: "muted" }, item.last_error) : null]],
             ["Made", (item) => ago(item.created), "nowrap"],
             ["Took", (item) => (item.finished ? duration(seconds(item.finished) - seconds(item.created)) : ""), "num nowrap"],
-            ["", (item) => (item.state === "dead" || item.state === "failed" || item.state === "expired" ? action("Retry", "It is sent again.", () => send("POST", `v1/deliveries/${encodeURIComponent(item.id)}/retry`), view.refresh) : "")],
+            ["", (item) => (item.state === "dead" ? action("Retry", "It is sent again.", () => send("POST", `v1/deliveries/${encodeURIComponent(item.id)}/retry`), view.refresh) : "")],
           ],
           answer.items || [],
           "No webhook has been sent so far.",
@@ -130,10 +130,10 @@ export function modelsView(main) {
         table(
           [
             ["Kind", (item) => h("b", {}, item.kind)],
-            ["Name", (item) => [h("span", { class: "mono" }, item.name || (item.digest || "").slice(0, 12)), " ", item.champion ? chip("healthy", "champion") : null, " ", item.simulated ? h("span", { class: "tag-simulated" }, "trained on simulated data") : null]],
+            ["Name", (item) => [h("span", { class: "mono" }, item.name || (item.digest || "").slice(0, 12)), " ", chip(item.state === "in use" || item.state === "champion" ? "healthy" : "", item.state), " ", item.simulated ? h("span", { class: "tag-simulated" }, "trained on simulated data") : null]],
             ["Made", (item) => (item.created ? clockTime(item.created, true) : "")],
             ["Measured", (item) => Object.entries(item.metrics || {}).slice(0, 4).map(([name, value]) => `${name.replaceAll("_", " ")} ${Number(value).toPrecision(3)}`).join(" · ")],
-            ["Note", (item) => item.note || ""],
+            ["Note", (item) => item.error || ""],
           ],
           answer.items || [],
           "No model is loaded: risks come from rules alone.",
