@@ -73,7 +73,7 @@ export function fleetView(main) {
       heatNote.textContent = simulated && simulated === devices.length ? "all simulated" : "";
       stats.replaceChildren(
         stat("Nodes", nodes.length, silent ? `${silent} silent for 3 min` : "all reporting", silent ? "warning" : ""),
-        stat("Devices", devices.length, simulated ? `${simulated} simulated, ${devices.length - simulated} of real hosts` : "none simulated"),
+        stat("Devices", devices.length, simulated ? `${simulated.toLocaleString("en")} simulated, ${(devices.length - simulated).toLocaleString("en")} of real hosts` : "none simulated"),
         stat("At risk", attention.length, attention.length ? `worst: ${riskText(attention[0])}` : "none above watch", worst),
         stat("Open protections", openOnes.length, open.items && open.items.length ? `last ${ago(open.items[0].created)}` : "none so far"),
       );
