@@ -11,7 +11,7 @@ from forewarn.collectors.clock import SystemClock
 from forewarn.collectors.errors import UnavailableError
 from forewarn.collectors.nvml_child import Child, ChildGoneError
 from forewarn.collectors.nvml_conditions import LABELS, Conditions, coalesce, describe
-from forewarn.collectors.nvml_fields import TIERS
+from forewarn.collectors.nvml_fields import TIERS, Tier
 from forewarn.collectors.nvml_protocol import Done, Failed, Hello, Notice, Part, Poll, Reply, Start
 from forewarn.collectors.registry import Setup
 
@@ -19,7 +19,6 @@ DRIVER_NOT_LOADED = 9
 LIBRARY_NOT_FOUND = 12
 MISMATCH = 18
 NO_PERMISSION = 4
-UNINITIALIZED = 1
 RETRY_FIRST_S = 15.0
 RETRY_MOST_S = 300.0
 QUARANTINE_FIRST_S = 60.0
@@ -61,7 +60,7 @@ class NvmlCollector:
         medium_interval_s: float = 30.0,
         slow_interval_s: float = 600.0,
         call_deadline_s: float = 4.0,
-        start_deadline_s: float = 60.0,
+        start_deadline_s: float = 30.0,
         abandon_after_s: float = 15.0,
         rescan_interval_s: float = 300.0,
         probe_interval_s: float = 3600.0,
@@ -71,7 +70,11 @@ class NvmlCollector:
         self.deadline_s = max(10.0, 2 * call_deadline_s)
         self._clock = setup.clock
         self._library = library
-        self._tier_interval_s = dict(zip(TIERS, (0.0, medium_interval_s, slow_interval_s), strict=True))
+        self._tier_interval_s: dict[Tier, float] = {
+            "fast": 0.0,
+            "medium": medium_interval_s,
+            "slow": slow_interval_s,
+        }
         self._call_deadline_s = call_deadline_s
         self._start_deadline_s = start_deadline_s
         self._abandon_after_s = abandon_after_s
@@ -85,9 +88,11 @@ class NvmlCollector:
         self._ready = False
         self._asked_at: float | None = None
         """When the child was given what it has not answered yet."""
+        self._overdue = False
+        """Whether that was in an earlier poll than this one."""
         self._started_at = 0.0
-        self._due: dict[str, float] = {}
-        self._tiers: list[str] = []
+        self._due: dict[Tier, float] = {}
+        self._tiers: list[Tier] = []
         self._order: list[str] = []
         self._parts: list[Part] = []
         self._hangs: dict[str, int] = {}
@@ -143,7 +148,10 @@ class NvmlCollector:
                 return self._failure
             if self._failure is not None:
                 return self._failure
-        return None
+        self._fail(
+            "nvml: each session is void as soon as it is opened", "look for NVRM lines in the kernel log"
+        )
+        return self._failure
 
     def _serve(self, reading: Reading) -> bool:
         """Talk to the child until the poll is done or late. False when the child was ended and another is needed."""
@@ -194,7 +202,7 @@ class NvmlCollector:
         # One that hung before comes last, so that the others are read before it may hang again.
         self._order = sorted(able, key=lambda name: self._hangs.get(name, 0))
         self._parts = []
-        self._asked_at = now
+        self._asked_at, self._overdue = now, False
         self._child.send(
             Poll(tiers=self._tiers, devices=self._order, now=now, probe_after_s=self._probe_interval_s)
         )
@@ -249,17 +257,12 @@ class NvmlCollector:
                 )
 
     def _done(self, done: Done, reading: Reading) -> bool:
-        late = bool(self._silent & {"", *self._order}) and self._late()
+        late = self._overdue
         self._asked_at = None
         if done.restart:
             self._end_child()
-            if done.restart == MISMATCH and not self._reload_told:
-                # The session holds the old library; whether the new one fits is found out by a new process.
-                reading.events.append(
-                    self._event("", "driver_reloaded", "upgraded", "warning", _MEANINGS[MISMATCH])
-                )
-                self._reload_told = True
-                self._conditions.forget_energy()
+            if done.restart == MISMATCH:
+                reading.events += self._upgraded()
             return False
         now = self._clock.monotonic()
         for tier in self._tiers:
@@ -283,14 +286,11 @@ class NvmlCollector:
 
     # ---- silence ----
 
-    def _late(self) -> bool:
-        """Whether the answer that just came was asked for in an earlier poll."""
-        return self._asked_at is not None and self._clock.monotonic() > self._asked_at
-
     def _judge_silence(self, reading: Reading) -> UnavailableError | None:
         """After listening: if an answer is still owed, tell it once, and give the child up when it is owed too long."""
         if self._asked_at is None:
             return None
+        self._overdue = True
         owed_s = self._clock.monotonic() - self._asked_at
         if not self._ready and owed_s < self._start_deadline_s and not self._silent:
             return UnavailableError(
@@ -313,7 +313,8 @@ class NvmlCollector:
         if owed_s >= self._abandon_after_s:
             self._leave(device)
         return UnavailableError(
-            f"{text} for {owed_s:.0f} s; look for NVRM lines and tasks in state D (ps -eo state,pid,cmd), "
+            f"{text} for {max(owed_s, self._call_deadline_s):.0f} s; look for NVRM lines in the kernel log "
+            "and tasks in state D (ps -eo state,pid,cmd), "
             f"a GPU reset or a reboot may be needed"
         )
 
@@ -378,11 +379,22 @@ class NvmlCollector:
         return self._conditions.troubled and now - self._started_at >= self._rescan_interval_s
 
     def _could_not_open(self, failed: Failed, reading: Reading) -> None:
-        reading.events += self._conditions.all_missing()
+        if failed.code == MISMATCH:
+            reading.events += self._upgraded()
+        else:
+            reading.events += self._conditions.all_missing()
         what = _MEANINGS.get(failed.code, f"NVML could not be opened: {failed.message} (code {failed.code})")
         if failed.code == LIBRARY_NOT_FOUND and self._library:
             what = f"the library {self._library} cannot be loaded: {failed.message}"
         self._fail(f"nvml: {what}", _REMEDIES.get(failed.code, "look for NVRM lines in the kernel log"))
+
+    def _upgraded(self) -> list[Event]:
+        """The loaded library and the driver differ. Whether the library on disk fits is for a new child to find."""
+        if self._reload_told or not self._conditions.known:
+            return []
+        self._reload_told = True
+        self._conditions.forget_energy()
+        return [self._event("", "driver_reloaded", "upgraded", "warning", _MEANINGS[MISMATCH])]
 
     def _fail(self, what: str, remedy: str) -> None:
         self._failures += 1

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from forewarn.collectors.base import Device, Event
+from forewarn.collectors.nvml_fields import Tier
 from forewarn.collectors.nvml_protocol import Fault, Hello, Notice, Part
 from forewarn.collectors.xids import RECOVERY_ACTIONS, xid_fact
 
@@ -41,7 +44,9 @@ class Conditions:
         """Every GPU ever seen, by UUID."""
         self._missing: set[str] = set()
         self._raised: set[tuple[str, str]] = set()
-        self._streak: dict[str, int] = {}
+        self._streaks: dict[tuple[str, str], int] = {}
+        """Polls in a row in which a call of a GPU failed, by device and call."""
+        self._streak_tier: dict[tuple[str, str], Tier] = {}
         self._energy: dict[str, float] = {}
         self._recovery: dict[str, int] = {}
         self._driver = ""
@@ -54,7 +59,7 @@ class Conditions:
     @property
     def troubled(self) -> bool:
         """Whether some GPU is away or lost: only a new NVML session can find it again."""
-        return bool(self._missing) or any(kind in ("gpu_lost", "handle") for _, kind in self._raised)
+        return bool(self._missing) or any(kind == "gpu_lost" for _, kind in self._raised)
 
     def hello(self, hello: Hello) -> list[Event]:
         """NVML was opened: who is there, who is not, is the driver another."""
@@ -72,9 +77,11 @@ class Conditions:
             self._energy.clear()
         self._driver = hello.driver
         present = set()
+        first = not self.known
         for gpu in hello.gpus:
             if gpu.error:
-                events += self._unreachable(gpu.error)
+                if first:  # a known one is told as missing, by name
+                    events += self._unreachable(gpu.error)
                 continue
             present.add(gpu.uuid)
             labels = {"driver": hello.driver, **gpu.labels}
@@ -82,7 +89,7 @@ class Conditions:
                 device=gpu.device,
                 kind="gpu",
                 model=gpu.model,
-                serial=gpu.uuid,
+                serial="" if gpu.uuid.startswith("pci-") else gpu.uuid,
                 pci=gpu.pci,
                 simulated=hello.simulated,
                 labels=labels,
@@ -204,7 +211,7 @@ class Conditions:
         if notice.event == 0x8000 and device:
             self._recovery[device] = notice.data
             event = _recovery_event(device, pci, notice.data)
-            return Event(**{**_as_dict(event), "time": time, "labels": labels}) if notice.data else None
+            return msgspec.structs.replace(event, time=time, labels=labels) if notice.data else None
         if notice.event not in _NOTICES:
             return None
         code, severity, action, meaning = _NOTICES[notice.event]
@@ -223,8 +230,8 @@ class Conditions:
     def _unreachable(self, error: int) -> list[Event]:
         """A GPU that NVML counts and cannot open; which one it is cannot be known from it."""
         kind = "gpu_reset_required" if error == RESET_REQUIRED else "gpu_lost"
-        if ("", kind) in self._raised or self.known:
-            return []  # a known one is told as missing, by name
+        if ("", kind) in self._raised:
+            return []
         self._raised.add(("", kind))
         return [
             _event(
@@ -254,13 +261,18 @@ class Conditions:
 
     def _failing(self, part: Part, pci: str | None) -> list[Event]:
         faults = [f for f in part.faults if f.code not in (GPU_IS_LOST, RESET_REQUIRED)]
-        if not faults:
-            self._streak.pop(part.device, None)
+        failing = {(part.device, fault.call): fault for fault in faults}
+        for key in [k for k in self._streaks if k[0] == part.device and k not in failing]:
+            if self._streak_tier[key] in part.tiers:  # it was called and did not fail
+                del self._streaks[key], self._streak_tier[key]
+        worst = None
+        for key, fault in failing.items():
+            self._streak_tier[key] = fault.tier
+            self._streaks[key] = self._streaks.get(key, 0) + 1
+            if self._streaks[key] == REPEATS_THAT_COUNT and worst is None:
+                worst = fault
+        if worst is None:
             return []
-        self._streak[part.device] = self._streak.get(part.device, 0) + 1
-        if self._streak[part.device] != REPEATS_THAT_COUNT:
-            return []
-        worst = faults[0]
         code = {TIMEOUT: "timeout", UNKNOWN: "unknown"}.get(worst.code, str(worst.code))
         message = f"NVML calls keep failing: {describe(faults)}"
         return [_event(part.device, "gpu_driver_error", code, "error", message, pci)]
@@ -281,7 +293,7 @@ def coalesce(events: Iterable[Event]) -> list[Event]:
         key = (event.device, event.pci, event.kind, event.code)
         first = kept.get(key)
         kept[key] = (
-            event if first is None else Event(**{**_as_dict(first), "count": first.count + event.count})
+            event if first is None else msgspec.structs.replace(first, count=first.count + event.count)
         )
     return list(kept.values())
 
@@ -297,10 +309,6 @@ def _recovery_event(device: str, pci: str | None, number: int) -> Event:
         pci,
         action,
     )
-
-
-def _as_dict(event: Event) -> dict[str, object]:
-    return {name: getattr(event, name) for name in event.__struct_fields__}
 
 
 def _event(

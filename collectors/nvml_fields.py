@@ -1,4 +1,4 @@
-"""Which NVML field gives which metric, and how often each is read. Field ids are those of nvml.h; nothing here calls NVML.
+"""Which NVML field gives which metric, and how often each is read. Ids are those of nvml.h; nothing here calls NVML.
 
 Three tiers: fast changes by the second, medium are counters and link states, slow is configuration and wear.
 """
@@ -101,7 +101,7 @@ FLAT_LINK_FIELDS: dict[str, tuple[int, ...]] = {
     "gpu_nvlink_replay_errors_total": (*range(46, 52), *range(108, 114)),
     "gpu_nvlink_recovery_errors_total": (*range(53, 59), *range(114, 120)),
 }
-"""NVLink up to 4: one field id for each of the links 0 to 11. Where a link answers both here and by scope, this wins."""
+"""NVLink up to 4: one field id for each of the links 0 to 11. A link that answers here and by scope counts once."""
 
 FEC_FIELDS = tuple(range(235, 251))
 """NVLink 5: codewords by number of corrected symbols, one field a bin, asked for each link."""

@@ -6,6 +6,8 @@ import struct
 
 import msgspec
 
+from forewarn.collectors.nvml_fields import Tier
+
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 16 << 20
 
@@ -20,7 +22,7 @@ class Start(msgspec.Struct, tag="start"):
 class Poll(msgspec.Struct, tag="poll"):
     """To the child: read these tiers of these GPUs in this order. `now` is the agent's monotonic time."""
 
-    tiers: list[str]
+    tiers: list[Tier]
     devices: list[str]
     now: float
     probe_after_s: float
@@ -59,12 +61,14 @@ class Fault(msgspec.Struct):
     code: int
     call: str
     message: str
+    tier: Tier
 
 
 class Part(msgspec.Struct, tag="part"):
     """From the child: one GPU was read. `samples` are (metric, value, label value or empty)."""
 
     device: str
+    tiers: list[Tier]
     samples: list[tuple[str, float, str]]
     faults: list[Fault]
     refused: list[str]

@@ -27,6 +27,8 @@ RESET_REQUIRED = 16
 NOT_READY = 27
 ABSENT_CODES = frozenset((2, 3, 21, 22, 25, 26))
 """INVALID_ARGUMENT, NOT_SUPPORTED, NO_DATA, VGPU_ECC_NOT_SUPPORTED, ARGUMENT_VERSION_MISMATCH, DEPRECATED."""
+FIELD_ABSENT_CODES = ABSENT_CODES | {6, FUNCTION_NOT_FOUND}
+"""The same of one field: there NOT_FOUND speaks of the link, not of the handle."""
 MAX_C2C_LINKS = 16
 MAX_FAULTS_A_POLL = 3
 """A GPU that fails this many calls is left for the rest of the poll: each may have cost a driver timeout."""
@@ -107,7 +109,7 @@ class FieldBlock:
                 if not code:
                     values.append((key, _value(kind, bits)))
                     kept.append((field, scope, key))
-                elif code in ABSENT_CODES:
+                elif code in FIELD_ABSENT_CODES:
                     failures.append((code, key))
                 else:
                     failures.append((code, key))
@@ -435,7 +437,7 @@ class Reader:
 
     def read(self, gpu: OpenGpu, tiers: Iterable[Tier], now: float, probe_after_s: float) -> Part:
         """One GPU. Raises RestartError when the session is void."""
-        part = Part(device=gpu.device, samples=[], faults=[], refused=[])
+        part = Part(device=gpu.device, tiers=list(tiers), samples=[], faults=[], refused=[])
         started = self._clock.monotonic()
         for tier in tiers:
             if not self._read_tier(gpu, tier, now, probe_after_s, part):
@@ -460,7 +462,7 @@ class Reader:
             try:
                 pairs = self._try_ways(gpu, call)
             except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
-                if not self._note(gpu, call.name, error, now, probe_after_s, part):
+                if not self._note(gpu, call.name, error, tier, now, probe_after_s, part):
                     return False
                 continue
             for metric, value in pairs:
@@ -498,7 +500,7 @@ class Reader:
 
     @staticmethod
     def _note(
-        gpu: OpenGpu, name: str, error: Exception, now: float, probe_after_s: float, part: Part
+        gpu: OpenGpu, name: str, error: Exception, tier: Tier, now: float, probe_after_s: float, part: Part
     ) -> bool:
         """Remember what an error says. False when the rest of this GPU must be left."""
         code = code_of(error)
@@ -513,7 +515,7 @@ class Reader:
             gpu.absent[name] = now + probe_after_s
             part.refused.append(name)
         elif code != NOT_READY:
-            part.faults.append(Fault(code=code, call=name, message=str(error)))
+            part.faults.append(Fault(code=code, call=name, message=str(error), tier=tier))
             return code != GPU_IS_LOST and len(part.faults) < MAX_FAULTS_A_POLL
         return True
 
@@ -527,13 +529,15 @@ class Reader:
         block = gpu.blocks.get(tier)
         try:
             if block is None or now >= block.probe_at:
+                if tier == "medium":
+                    gpu.links = None  # what may be asked again includes whether there are links
                 block = gpu.blocks[tier] = FieldBlock(self._entries(gpu, tier), now + probe_after_s)
             values, failures = block.read(gpu.handle)
         except AttributeError:
             gpu.absent[name] = math.inf  # no such symbol in this library
             return True
         except nvml.NVMLError as error:
-            return self._note(gpu, name, error, now, probe_after_s, part)
+            return self._note(gpu, name, error, tier, now, probe_after_s, part)
         links: dict[tuple[str, str], float] = {}
         pools: dict[str, str] = {}
         for key, value in values:
@@ -548,16 +552,25 @@ class Reader:
                     links.setdefault((metric, label), number)
                 pools[metric] = pool
         _add_links(links, pools, part)
+        return self._field_failures(failures, tier, part)
+
+    @staticmethod
+    def _field_failures(failures: list[tuple[int, Any]], tier: Tier, part: Part) -> bool:
+        """What fields say of the GPU, once a code: they came with one call and cost nothing more."""
+        told: set[int] = set()
         for code, key in failures:
-            if code in ABSENT_CODES or code == NOT_READY:
-                continue
             what = key.metric if isinstance(key, fields.Field) else key[0]
-            if code == NO_PERMISSION:
-                if what not in part.refused:
-                    part.refused.append(what)
-            elif not self._note(gpu, f"field {what}", nvml.NVMLError(code), now, probe_after_s, part):
-                return False
-        return True
+            if code == NO_PERMISSION and what not in part.refused:
+                part.refused.append(what)
+            if code in (*FIELD_ABSENT_CODES, NO_PERMISSION, NOT_READY) or code in told:
+                continue
+            if code in RESTART_CODES:
+                raise RestartError(code)
+            told.add(code)
+            part.faults.append(
+                Fault(code=code, call=f"field of {what}", message=str(nvml.NVMLError(code)), tier=tier)
+            )
+        return GPU_IS_LOST not in told
 
     def _entries(self, gpu: OpenGpu, tier: Tier) -> list[tuple[int, int, Any]]:
         """All fields of a tier: those that this GPU does not support drop out with the first answer."""
@@ -606,7 +619,7 @@ class Reader:
         try:
             up = sum(nvml.nvmlDeviceGetNvLinkState(gpu.handle, link) == 1 for link in range(gpu.links))
         except nvml.NVMLError as error:
-            return self._note(gpu, "nvlink_state", error, now, probe_after_s, part)
+            return self._note(gpu, "nvlink_state", error, "medium", now, probe_after_s, part)
         part.samples.append(("gpu_nvlink_links_active", float(up), ""))
         return True
 

@@ -23,7 +23,6 @@ from forewarn.collectors.nvml_protocol import (
     Gpu,
     Hello,
     Notice,
-    Part,
     Poll,
     Reply,
     Request,
@@ -135,7 +134,7 @@ class Worker:
             if gpu is None:
                 continue
             try:
-                part: Part = self._reader.read(gpu, request.tiers, request.now, request.probe_after_s)  # type: ignore[arg-type]  # tiers are checked by the sender
+                part = self._reader.read(gpu, request.tiers, request.now, request.probe_after_s)
             except RestartError as error:
                 restart = error.code
                 break

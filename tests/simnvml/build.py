@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -21,7 +20,9 @@ FLAGS = ("-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname
 
 def missing() -> str:
     """Why the library cannot be built here; empty when it can."""
-    return "" if shutil.which("gcc") else "gcc is not found: install it to run what needs the simulated driver"
+    return (
+        "" if shutil.which("gcc") else "gcc is not found: install it to run what needs the simulated driver"
+    )
 
 
 def library(without: Iterable[str] = ()) -> Path:
@@ -42,8 +43,15 @@ def library(without: Iterable[str] = ()) -> Path:
         (folder / "simnvml_layout.h").write_text(header())
         (folder / "exports").write_text(script)
         made = folder / SONAME
-        command = ["gcc", *FLAGS, f"-I{folder}", f"-Wl,--version-script={folder / 'exports'}", "-o", str(made)]
+        command = [
+            "gcc",
+            *FLAGS,
+            f"-I{folder}",
+            f"-Wl,--version-script={folder / 'exports'}",
+            "-o",
+            str(made),
+        ]
         subprocess.run([*command, str(SOURCE), "-lpthread", "-ldl"], check=True)
         built.parent.mkdir(exist_ok=True)
-        os.replace(made, built)  # two test runs may build at once: the last one wins, whole
+        made.replace(built)  # two test runs may build at once: the last one wins, whole
     return built

@@ -27,7 +27,8 @@ from simnvml.layout import (
 from simnvml.profiles import FLAT_LINK_FIELDS, PROFILES, Profile
 
 NOT_SUPPORTED = 3
-DRIVER = "570.86.15-simulated"
+MARK = "-simulated"
+DRIVER = "570.86.15"
 UNKNOWN_DEVICE = MAX_GPUS + 7
 _CALL = {name: number for number, name in enumerate(CALLS)}
 _VALUE = {name: number for number, name in enumerate(VALUES)}
@@ -58,7 +59,7 @@ class SimulatedDriver:
             self._memory = mmap.mmap(file.fileno(), ctypes.sizeof(State))
         self.state = State.from_buffer(self._memory)
         self.state.magic, self.state.version = MAGIC, LAYOUT_VERSION
-        self.state.library_version = self.state.kernel_version = driver.encode()
+        self.state.library_version = self.state.kernel_version = f"{driver}{MARK}".encode()
         for slot in range(MAX_GPUS):
             self._blank(self.state.gpu[slot])
         for slot, name in enumerate([profile] * gpus if isinstance(gpus, int) else gpus):
@@ -130,7 +131,9 @@ class SimulatedDriver:
         for name, count in counts.items():
             self.set_field(slot, FLAT_LINK_FIELDS[name][link], count)
 
-    def set_ecc(self, slot: int, *, uncorrected: bool, location: int, count: int, aggregate: bool = True) -> None:
+    def set_ecc(
+        self, slot: int, *, uncorrected: bool, location: int, count: int, aggregate: bool = True
+    ) -> None:
         """Set one ECC counter by location (2 DRAM, 7 SRAM)."""
         self._put(self.state.gpu[slot].ecc[int(uncorrected)][int(aggregate)][location], count, "ull")
 
@@ -184,9 +187,9 @@ class SimulatedDriver:
         """Another driver version is loaded; processes that hold the old library get a version mismatch."""
         self.reload()
         with self.update():
-            self.state.kernel_version = version.encode()
+            self.state.kernel_version = f"{version}{MARK}".encode()
             if library_too:
-                self.state.library_version = version.encode()
+                self.state.library_version = f"{version}{MARK}".encode()
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -207,7 +210,11 @@ class SimulatedDriver:
 
     @staticmethod
     def _put(cell: Cell, value: float, type: str) -> None:
-        bits = struct.pack("<d", value) if type == "double" else (int(value) & (1 << 64) - 1).to_bytes(8, "little")
+        bits = (
+            struct.pack("<d", value)
+            if type == "double"
+            else (int(value) & (1 << 64) - 1).to_bytes(8, "little")
+        )
         cell.ret, cell.type, cell.value = 0, VALUE_TYPES[type], int.from_bytes(bits, "little")
 
     @staticmethod

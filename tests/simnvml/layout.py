@@ -260,6 +260,12 @@ def header() -> str:
     lines += ["enum {", *(f"  C_{name}," for name in CALLS), "  N_CALLS", "};"]
     lines += ["enum {", *(f"  V_{name}," for name in VALUES), "  N_VALUES", "};"]
     for struct in (Cell, Fault, Happening, Process, Gpu, State):
-        lines += ["typedef struct {", *(_member(n, k) for n, k, *_ in struct._fields_), f"}} {struct.__name__};"]
-        lines.append(f'_Static_assert(sizeof({struct.__name__}) == {ctypes.sizeof(struct)}, "{struct.__name__}");')
+        lines += [
+            "typedef struct {",
+            *(_member(n, k) for n, k, *_ in struct._fields_),
+            f"}} {struct.__name__};",
+        ]
+        lines.append(
+            f'_Static_assert(sizeof({struct.__name__}) == {ctypes.sizeof(struct)}, "{struct.__name__}");'
+        )
     return "\n".join(lines) + "\n"

@@ -179,7 +179,13 @@ V100 = _profile(
 )
 GEFORCE = _profile(
     "NVIDIA GeForce RTX 4090",
-    {**_COMMON, "memory_total": 24 * GIB, "power_limit_mw": 450_000, "fans": 2, "event_types": EVENTS_GEFORCE},
+    {
+        **_COMMON,
+        "memory_total": 24 * GIB,
+        "power_limit_mw": 450_000,
+        "fans": 2,
+        "event_types": EVENTS_GEFORCE,
+    },
     fields={186: 73_250, 189: 450_000, 190: 450_000},
     fans=(30, 33),
 )

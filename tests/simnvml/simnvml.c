@@ -68,8 +68,8 @@ static void nap(long microseconds) {
 }
 
 static uint32_t read_begin(void) {
-  /* A writer that died inside an update must not hang the reader for ever: give up after a second. */
-  for (int i = 0; i < 10000; i++) {
+  /* A writer that died inside an update must not hang the reader for ever: give up after a tenth of a second. */
+  for (int i = 0; i < 1000; i++) {
     uint32_t s = __atomic_load_n(&state->sequence, __ATOMIC_ACQUIRE);
     if (!(s & 1)) return s;
     nap(100);
