@@ -114,6 +114,8 @@ class Words:
             return self._counter("ecc_corrected", "corrected memory errors", self._busiest_ecc())
         if subject in signals and signals[subject].type == COUNTER:
             return self._counter(subject, signals[subject].text, subject)
+        if math.isnan(self._value(name)):
+            return f"{name.replace('_', ' ').replace('.', ': ')} is not reported", None, {}
         for known, say in _SUBJECTS.items():
             if subject == known or name.startswith(known):
                 text, since = say(self, name), None
