@@ -450,7 +450,7 @@ def _scanned(text: str) -> tuple[list[tuple[str, str]] | None, tuple[str, str] |
     if text.lstrip().startswith("# No devices"):
         return [], None
     reading = smart_text.read(text)
-    if reading.state in ("empty", "scan") or reading.why == "bad_command":
+    if reading.why == "bad_command" or (reading.state == "empty" and not smart_text.replayed_name(text)):
         return None, None
     return None, (smart_text.replayed_name(text) or "/dev/disk0", "")
 
