@@ -715,6 +715,9 @@ _TRAINING = [
     _g("training_iteration_seconds", "seconds", "Time of the last step", "the job", 1, "job"),
     _g("training_samples_per_second", "1", "Samples a second", "the job", -1, "job"),
     _g("training_rank", "1", "Rank of the reporting process", "the job", 0, "job"),
+    _g("training_idle_seconds", "seconds", "Time since the last new step was heard of", "the job", 1, "job"),
+    _c("training_bad_losses_total", "1", "Steps whose loss was NaN or infinite", "the job", 1, "job"),
+    _c("training_marked_steps_total", "1", "Steps marked as checkpoint, evaluation or warm-up", "the job", 0, "job"),
     _g("training_loss", "1", "Loss of the last step", "the job", 0, "job"),
     _g(
         "training_compute_seconds",
