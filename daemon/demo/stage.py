@@ -220,7 +220,7 @@ restart_seconds = 300.0
     ) -> None:
         """A token from the service's own command, straight into a file that only we can read."""
         path = self.folder / f"{name}.token"
-        command = [sys.executable, "-m", CLI, "token", "create", "--config", str(settings), *words]
+        command = [sys.executable, "-m", CLI, "token", "--config", str(settings), "create", *words]
         made = subprocess.run(
             command,
             env=dict(environment),
