@@ -79,6 +79,22 @@ class ServiceConfig(msgspec.Struct, forbid_unknown_fields=True):
     """Allow http (not https) webhook URLs to hosts on the allow-list."""
     checkpoint_request_timeout_s: float = 120.0
     """A protection without acknowledgement for this long escalates to an alert."""
+    cool_down_s: float = 900.0
+    """The same devices ask a job to save again no sooner than this; a fatal event does not wait."""
+    protect_dry_run: bool = False
+    """Decide and record protections, but send no webhook."""
+    public_url: str = ""
+    """How controllers reach this service (for `ack_url` in webhooks); default: http://LISTEN."""
+    segment_interval_s: float = 60.0
+    """The write-ahead log is cut this often; what was cut becomes Parquet history."""
+    segment_max_bytes: int = 64 * 1024 * 1024
+    """It is cut sooner when it has grown this large."""
+    snapshot_interval_s: float = 300.0
+    """Seconds between snapshots of the fleet; a restart replays at most twice as much."""
+    history_days: float = 30.0
+    """Telemetry older than this is deleted; 0: kept for ever."""
+    backlog_max_bytes: int = 256 * 1024 * 1024
+    """Taken but not yet applied batches; above this agents are told to come back later (429)."""
 
 
 class ControllerConfig(msgspec.Struct, forbid_unknown_fields=True):

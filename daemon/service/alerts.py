@@ -1,0 +1,172 @@
+"""Alerts for people: raised once, kept while they hold, resolved by themselves. At most one open for a key.
+
+A device is reported when its level holds for several cycles, and is let go when its risk has fallen to half.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy.engine import Connection
+
+from forewarn.daemon.service import schema
+from forewarn.daemon.service.silences import Silences
+from forewarn.daemon.service.view import LEVEL_FLOORS, LEVELS, View, level_of, node_of
+
+ENTER_OF, ENTER_WITHIN = 2, 3
+"""A level is entered when reached in so many of so many cycles."""
+CERTAIN = 0.9
+"""At this risk one cycle is enough."""
+LEAVE_SHARE = 0.5
+SILENT_AFTER_S = 300.0
+"""A node that has not reported for this long is reported itself."""
+
+
+def raise_(
+    run: Connection,
+    key: str,
+    level: str,
+    now: float,
+    *,
+    title: str,
+    reason: str,
+    device: str = "",
+    node: str = "",
+    job: str = "",
+    simulated: bool = False,
+) -> bool:
+    """Open an alert, or bring the open one up to date; true when it is new."""
+    table = schema.alerts
+    values: dict[str, Any] = {"level": level, "title": title, "reason": reason, "updated": now}
+    done = run.execute(table.update().where(table.c.key == key, table.c.resolved.is_(None)).values(**values))
+    if done.rowcount:
+        return False
+    run.execute(
+        table.insert().values(
+            key=key,
+            created=now,
+            device=device,
+            node=node or node_of(device),
+            job=job,
+            simulated=simulated,
+            acknowledged_by="",
+            **values,
+        )
+    )
+    return True
+
+
+def resolve(run: Connection, key: str, now: float) -> bool:
+    """Close the open alert of a key, if there is one."""
+    table = schema.alerts
+    done = run.execute(
+        table.update().where(table.c.key == key, table.c.resolved.is_(None)).values(resolved=now, updated=now)
+    )
+    return bool(done.rowcount)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a cycle changes: `level` empty means resolved."""
+
+    key: str
+    level: str
+    device: str = ""
+    node: str = ""
+    title: str = ""
+    reason: str = ""
+    simulated: bool = False
+
+
+@dataclass
+class DeviceAlerts:
+    """Remembers the last cycles of the devices that stand out. `open`: key to level of what is raised."""
+
+    open: dict[str, str] = field(default_factory=dict)
+    _seen: dict[str, deque[int]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run: Connection) -> DeviceAlerts:
+        """Go on from what is open in the database."""
+        table = schema.alerts.c
+        rows = run.execute(
+            sqlalchemy.select(table.key, table.level).where(
+                table.resolved.is_(None), table.key.like("risk:%")
+            )
+        ).all()
+        return cls({row.key: row.level for row in rows})
+
+    def step(self, view: View, silences: Silences) -> list[Change]:
+        """What changes with this view: pure but for its own memory."""
+        changes: list[Change] = []
+        standing: dict[str, float] = {}
+        for row in view.order:
+            if view.worst[row] < LEVEL_FLOORS[1]:
+                break
+            standing[view.devices[int(row)]] = float(view.decisive[row])
+        for device in dict.fromkeys([*standing, *(k.removeprefix("risk:") for k in self.open)]):
+            risk = standing.get(device)
+            if risk is None:
+                row_at = view.row_of.get(device)
+                risk = 0.0 if row_at is None else float(view.decisive[row_at])
+            level = self._level(device, risk)
+            key = f"risk:{device}"
+            if level == self.open.get(key, ""):
+                continue
+            if level and silences.device(device, view.time):
+                continue
+            if level:
+                self.open[key] = level
+                changes.append(self._raised(view, device, key, level, risk))
+            else:
+                del self.open[key]
+                changes.append(Change(key, ""))
+        self._seen = {d: s for d, s in self._seen.items() if d in standing}
+        return changes
+
+    def _level(self, device: str, risk: float) -> str:
+        """The level to report now: empty below warning."""
+        seen = self._seen.setdefault(device, deque(maxlen=ENTER_WITHIN))
+        reached = LEVELS.index(level_of(risk))
+        seen.append(reached)
+        held = self.open.get(f"risk:{device}", "")
+        floor = LEVEL_FLOORS[LEVELS.index(held)] * LEAVE_SHARE if held else 0.0
+        for level in (3, 2):
+            often = sum(1 for r in seen if r >= level)
+            if reached >= level and (often >= ENTER_OF or risk >= CERTAIN):
+                return LEVELS[max(level, LEVELS.index(held) if held and risk >= floor else 0)]
+        return held if held and risk >= floor else ""
+
+    def _raised(self, view: View, device: str, key: str, level: str, risk: float) -> Change:
+        reasons = view.reasons.get(device, ())
+        return Change(
+            key,
+            level,
+            device,
+            node_of(device),
+            f"{device} is likely to fail ({risk:.0%})",
+            "; ".join(reasons[:3]) or "its risk has risen",
+            view.simulated(device),
+        )
+
+
+def write(run: Connection, changes: list[Change], now: float) -> None:
+    """Put the changes of a cycle into the database."""
+    for change in changes:
+        if change.level:
+            raise_(
+                run,
+                change.key,
+                change.level,
+                now,
+                title=change.title,
+                reason=change.reason,
+                device=change.device,
+                node=change.node,
+                simulated=change.simulated,
+            )
+        else:
+            resolve(run, change.key, now)
