@@ -79,10 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = top.parse_args(words[:1]).command
     try:
         module = load_command(name)
-        parser = argparse.ArgumentParser(prog=f"forewarn {name}", description=module.__doc__)
-        parser.add_argument("--config", metavar="FILE", type=Path, help="settings (TOML)")
+        # Taken out beforehand, so that it may stand anywhere: `forewarn token create --config FILE` too.
+        common = argparse.ArgumentParser(prog=f"forewarn {name}", add_help=False, allow_abbrev=False)
+        common.add_argument("--config", metavar="FILE", type=Path, help="settings (TOML)")
+        settings, rest = common.parse_known_args(words[1:])
+        parser = argparse.ArgumentParser(
+            prog=f"forewarn {name}", description=module.__doc__, parents=[common]
+        )
         module.configure(parser)
-        arguments = parser.parse_args(words[1:])
+        arguments = parser.parse_args(rest, settings)
         path = arguments.config
         if path is None and os.environ.get("FOREWARN_CONFIG"):
             path = Path(os.environ["FOREWARN_CONFIG"])
