@@ -67,7 +67,9 @@ class NvmlCollector:
         max_abandoned: int = 3,
     ) -> None:
         self.interval_s = fast_interval_s
-        self.deadline_s = max(10.0, 2 * call_deadline_s)
+        self.deadline_s = (
+            3 * call_deadline_s + 3.0
+        )  # to open NVML, to read, and once more when the session was void
         self._clock = setup.clock
         self._library = library
         self._tier_interval_s: dict[Tier, float] = {
@@ -158,7 +160,9 @@ class NvmlCollector:
         assert self._child is not None
         silent = self._asked_at is not None and bool(self._silent)
         wait = SystemClock()
-        until = wait.monotonic() + (SILENT_WAIT_S if silent else self._call_deadline_s)
+        # Without persistence mode the driver wakes each GPU when it is opened, which takes a second or more of each.
+        patience_s = self._call_deadline_s if self._ready else 2 * self._call_deadline_s
+        until = wait.monotonic() + (SILENT_WAIT_S if silent else patience_s)
         if self._ready and self._asked_at is None:
             self._ask()
         while True:
@@ -170,6 +174,8 @@ class NvmlCollector:
                 done = self._take(reply, reading)
                 if done is not None:
                     return done
+                if isinstance(reply, Hello):
+                    until = wait.monotonic() + self._call_deadline_s
 
     def _take(self, reply: Reply, reading: Reading) -> bool | None:
         """One message of the child. None: go on listening; True: the poll is over; False: another child is needed."""

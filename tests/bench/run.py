@@ -17,6 +17,7 @@ from forewarn.collectors.errors import ForewarnError
 
 HERE = Path(__file__).parent
 OUT = HERE.parent.parent / "build" / "bench.json"
+sys.path.insert(0, str(HERE.parent))  # for the simulated driver, as pytest has it
 COLUMNS = ("name", "value", "unit", "floor", "ratio", "budget", "met")
 
 
