@@ -278,6 +278,7 @@ _DISK_READINGS = (
     _ReadingRule("offline_uncorrectable", "disk_offline_uncorrectable", 1, "{value:.0f} sectors cannot be read", "REPLACE_DISK", yearly(0.81), "disk", fallback=True),
     _ReadingRule("reported_uncorrectable", "disk_reported_uncorrectable", 1, "{value:.0f} uncorrectable errors reported", "REPLACE_DISK", yearly(0.34), "disk", most=34, fallback=True),
     _ReadingRule("reported_uncorrectable_many", "disk_reported_uncorrectable", 35, "{value:.0f} uncorrectable errors reported", "REPLACE_DISK", yearly(1.44), "disk", fallback=True),
+    _ReadingRule("uncorrected", "disk_uncorrected_errors_total", 1, "{value:.0f} uncorrected read or write errors", "REPLACE_DISK", yearly(0.34), "disk", fallback=True),
     _ReadingRule("reallocated", "disk_reallocated_sectors", 16, "{value:.0f} sectors were reallocated", "CHECK_DISK", yearly(0.24), "disk", most=259, fallback=True),
     _ReadingRule("reallocated_many", "disk_reallocated_sectors", 260, "{value:.0f} sectors were reallocated", "REPLACE_DISK", yearly(0.57), "disk", fallback=True),
 )  # fmt: skip
