@@ -18,6 +18,7 @@ from forewarn.models.registry import RiskModel
 RECALL, PRECISION = 0.2, 0.5
 """Assumed until measured: published field results for GPUs lie about here for recall."""
 DAY_S = 86400.0
+STANDS_OUT = 0.5
 MIN_OUTCOMES = 10
 """Protections and failures needed before the site's own figures count."""
 
@@ -92,7 +93,8 @@ def _mtbf_s(devices: Sequence[str], view: View) -> tuple[float, str]:
     rates = []
     for device in devices:
         risks = view.risks(device)
-        if risks:
+        # A device about to fail is a matter of protection, not of the regular interval.
+        if risks and max(risks.values()) < STANDS_OUT:
             horizon = max(risks)
             rates.append(-math.log1p(-min(risks[horizon], 0.999)) / horizon)
     total = math.fsum(rates)

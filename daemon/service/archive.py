@@ -136,6 +136,10 @@ class Archive:
         if self._thread.ident is not None:
             self._thread.join()
         self._stopping.set()
+        try:
+            self.export()
+        except StorageError as error:
+            _log.error("export_failed", reason=str(error))
 
     def _run(self) -> None:
         while (number := self._queue.get()) is not None:
@@ -210,14 +214,14 @@ class Archive:
                 write_atomically(
                     _small(rows, ("time", "node", "device", "kind", "code")), self._data / "events.parquet"
                 )
-                rows = run.execute(
+                reported = run.execute(
                     sqlalchemy.select(failures.time, failures.node, failures.device, failures.cause).order_by(
                         failures.time
                     )
                 ).all()
-                if rows:
+                if reported:
                     write_atomically(
-                        _small(rows, ("time", "node", "device", "cause")), self._data / "failures.parquet"
+                        _small(reported, ("time", "node", "device", "cause")), self._data / "failures.parquet"
                     )
                 self._exported = state
         devices = [

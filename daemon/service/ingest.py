@@ -55,15 +55,16 @@ async def _keep(service: Service, batch: wire.Batch, plain: bytes, received: flo
     before = service.highest(batch)
     answer, future = service.take(batch, plain, received)
     if future is not None:
-        failed = True
+        waiting = asyncio.wrap_future(future)
+        if not answer.duplicate:
+            # Also when the sender goes away meanwhile.
+            waiting.add_done_callback(
+                lambda done: service.settle(batch, future, before, done.exception() is not None)
+            )
         try:
-            await asyncio.shield(asyncio.wrap_future(future))
-            failed = False
+            await asyncio.shield(waiting)
         except StorageError as error:
             return storage_problem(error)
-        finally:
-            if future.done():
-                service.settle(batch, future, before, failed)
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 

@@ -19,7 +19,7 @@ from forewarn.daemon.service.database import Database
 from forewarn.daemon.service.problems import Problem
 from forewarn.daemon.service.protection import DeviceRisk, JobCosts, cool_down_s, decide
 from forewarn.daemon.service.silences import Silences
-from forewarn.daemon.service.view import View, node_of
+from forewarn.daemon.service.view import View, node_of, raised
 from forewarn.models.rules import RuleHit
 
 FATAL_REMEMBERED_S = 86400.0
@@ -155,6 +155,7 @@ class Protections:
             _log.warning("protection_held_back", job=job, reason="too many jobs are saving at once")
             return []
         triggers = [_trigger(h) for h in news] or [f"risk@{d}" for d in decision.devices[:16]]
+        view = raised(view, {h.device: (h.floors, h.text) for h in news})
         reasons = _reasons(view, news, decision.devices)
         if decision.common_cause:
             reasons.insert(

@@ -172,6 +172,8 @@ class Reactor:
         now = self._clock.now()
         told = Told()
         batches = list(_batches_of(items))
+        # Protections and the outbox change jobs as well, so each cycle reads them anew.
+        self._book_stale = self._book_stale or view is not None
         if batches or view is not None:
             with self._database.write() as run:
                 book = self._jobs(run)
