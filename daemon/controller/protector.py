@@ -17,6 +17,7 @@ import structlog
 
 from forewarn.collectors.clock import Clock, SystemClock
 from forewarn.collectors.errors import StorageError
+from forewarn.collectors.training import ProgressSender, Step
 from forewarn.daemon.controller.mailbox import Mailbox, Outcome
 
 WATCH_INTERVAL_S = 0.2
@@ -49,7 +50,8 @@ class Protector:
                 protector.step(step, save=lambda: save_checkpoint(step))
 
     A save that fails is reported and training goes on; the error is not raised. `watch=False` starts no thread:
-    the caller then calls `look` itself.
+    the caller then calls `look` itself. With `progress` every step is also told to this node's agent, which can
+    then see a straggler or a hang; nothing waits for the agent, and nothing fails without one.
     """
 
     def __init__(
@@ -59,6 +61,9 @@ class Protector:
         clock: Clock | None = None,
         watch: bool = True,
         watch_interval_s: float = WATCH_INTERVAL_S,
+        progress: ProgressSender | None = None,
+        job: str = "",
+        rank: int = 0,
     ) -> None:
         """Raises StorageError when the state folder cannot be used."""
         self.mailbox = state if isinstance(state, Mailbox) else Mailbox(state)
@@ -67,6 +72,8 @@ class Protector:
         self._flag = os.fspath(self.mailbox.flag)
         self._wanted = False
         self._by_hand = False
+        self._progress, self._job, self._rank = progress, job, rank
+        self._last_step: float | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.look()
@@ -78,9 +85,15 @@ class Protector:
 
     def step(self, step: int, save: Save) -> Saved | None:
         """Call once at each step boundary. Saves when a save is wanted; None when it was not, or failed."""
-        if not self._wanted:
-            return None
-        return self._save(step, save)
+        if self._progress is None:
+            return self._save(step, save) if self._wanted else None
+        now = self._clock.monotonic()
+        seconds = None if self._last_step is None else now - self._last_step
+        self._progress.send(Step(step=step, job=self._job, rank=self._rank, seconds=seconds))
+        saved = self._save(step, save) if self._wanted else None
+        # The next step begins when this call ends: a save is no part of it.
+        self._last_step = self._clock.monotonic() if saved else now
+        return saved
 
     def note_checkpoint(self, step: int, checkpoint: Path | str) -> None:
         """Tell of a save the loop made on its own account: the service then knows how much work is at stake."""
@@ -114,6 +127,10 @@ class Protector:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._progress is not None:
+            self._progress.send(Step(step=0, job=self._job, rank=self._rank, done=True))
+            self._progress.close()
+            self._progress = None
         if self._owns_mailbox:
             self.mailbox.close()
 

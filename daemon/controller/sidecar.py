@@ -44,7 +44,7 @@ class Controller:
             self.mailbox,
             ServiceClient(settings.service_url, token),
             job=settings.job,
-            registration=self._registration(settings, found[0]),
+            registration=self._registration(settings, found),
             poll_interval_s=settings.poll_interval_s,
         )
 
@@ -68,14 +68,17 @@ class Controller:
     ) -> None:
         self.stop()
 
-    def _registration(self, settings: ControllerConfig, secret: str) -> dict[str, Any] | None:
+    def _registration(self, settings: ControllerConfig, found: list[str]) -> dict[str, Any] | None:
         """The body of `PUT /v1/jobs/{job}`; None when the job is registered by somebody else."""
         if not settings.nodes and not settings.devices:
             return None
+        webhook = {"url": self.url, "secret": found[0]}
+        if len(found) > 1:
+            webhook["old_secret"] = found[1]
         return {
             "nodes": settings.nodes,
             "devices": settings.devices,
-            "webhook": {"url": self.url, "secret": secret},
+            "webhook": webhook,
             "checkpoint_seconds": settings.checkpoint_seconds,
             "restart_seconds": settings.restart_seconds,
         }

@@ -134,7 +134,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--history-hours", type=float, default=3.0)
-    parser.add_argument("--wear-after-seconds", type=float, default=15.0)
+    parser.add_argument("--wear-after-seconds", type=float, default=8.0)
     arguments = parser.parse_args(words)
     stop = threading.Event()
 

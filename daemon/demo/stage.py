@@ -48,6 +48,9 @@ class Stage:
         self._parts: Parts | None = None
         self._client = httpx.Client(base_url=self.url, timeout=5.0, trust_env=False)
         self._host_node = ""
+        self._progress = (
+            f"@forewarn-demo-{port}"  # a socket without a file: no folder to make or leave behind
+        )
 
     def open(self, stop: threading.Event) -> None:
         """Raises ConfigError when the port is taken, UnavailableError when a part does not come up."""
@@ -56,13 +59,11 @@ class Stage:
         environment = environment_of(os.environ)
         settings = self._write_settings()
         parts = self._parts = Parts(self.folder / "logs")
-        for name, words in (
-            ("fleet", ["--role", "agent", "--node", "*"]),
-            ("agent", ["--role", "agent", "--node", self._host_node]),
-            ("operator", ["--role", "operator"]),
-        ):
-            self._make_token(name, words, settings, environment)
+        # The first token makes the database; the others are made while the service starts.
+        self._make_token("operator", ["--role", "operator"], settings, environment)
         parts.start("service", [CLI, "serve", "--config", str(settings)], environment)
+        self._make_token("fleet", ["--role", "agent", "--node", "*"], settings, environment)
+        self._make_token("agent", ["--role", "agent", "--node", self._host_node], settings, environment)
         self._wait_ready(stop)
         if stop.is_set():
             return
@@ -71,7 +72,14 @@ class Stage:
         parts.start("agent", [CLI, "agent", "--config", str(settings)], environment)
         parts.start("controller", [CLI, "controller", "--config", str(settings)], environment)
         loop = ["forewarn.daemon.demo.training_loop", "--state", str(self.folder / "controller")]
-        loop += ["--checkpoints", str(self.folder / "checkpoints")]
+        loop += [
+            "--checkpoints",
+            str(self.folder / "checkpoints"),
+            "--job",
+            JOB,
+            "--progress",
+            self._progress,
+        ]
         parts.start("training", loop, environment, lines_to(self.story.on_loop))
         fleet = ["forewarn.daemon.demo.fleet", "--url", self.url]
         fleet += ["--token-file", str(self.folder / "fleet.token")]
@@ -199,6 +207,9 @@ token_file = "{folder}/agent.token"
 spool = "{folder}/spool.db"
 listen = "{listen}"
 ship_interval_s = 2.0
+
+[agent.collectors.training]
+options = {{ path = "{self._progress}", folder = "" }}
 
 [controller]
 listen = "127.0.0.1:0"

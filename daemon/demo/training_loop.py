@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from forewarn.collectors.errors import ForewarnError
+from forewarn.collectors.training import ProgressSender
 from forewarn.daemon.controller import checkpoints, logs
 from forewarn.daemon.controller.protector import Protector
 from forewarn.daemon.demo import network
@@ -50,6 +51,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=0, help="end at this step; 0: go on")
     parser.add_argument("--step-seconds", type=float, default=0.05, help="least time of a step")
+    parser.add_argument("--job", default="demo-training")
+    parser.add_argument(
+        "--progress", metavar="SOCKET", help="tell the agent of each step through this socket"
+    )
     parser.add_argument("--save-every-seconds", type=float, default=600.0, help="regular checkpoints")
     arguments = parser.parse_args(words)
     logs.set_up("warning")
@@ -67,7 +72,8 @@ def main(words: Sequence[str] | None = None) -> int:
         checkpoints.prune(arguments.checkpoints, KEEP)
         return path
 
-    with Protector(arguments.state) as protector:
+    progress = ProgressSender(arguments.progress) if arguments.progress else None
+    with Protector(arguments.state, progress=progress, job=arguments.job) as protector:
         protector.on_signal()
         regular = reported = time.monotonic()
         protector.note_checkpoint(job.step, save())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from forewarn.collectors.clock import ManualClock
 from forewarn.collectors.errors import StorageError
+from forewarn.collectors.training import ProgressSender, decode
 from forewarn.daemon.controller import checkpoints
 from forewarn.daemon.controller.mailbox import Mailbox
 from forewarn.daemon.controller.messages import SaveRequest
@@ -120,6 +122,44 @@ def test_signal_asks_for_a_save_of_its_own(protector: Protector, mailbox: Mailbo
     assert saved is not None and saved.protections == []
     assert mailbox.undelivered() == []
     assert protector.step(2, never) is None
+
+
+def test_steps_are_told_to_the_agent_without_the_time_of_saves(mailbox: Mailbox, clock: ManualClock) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        agent.bind(b"")  # an address of the kernel's choice, without a file
+        address = agent.getsockname()
+        sender = ProgressSender("@" + address[1:].decode())
+        protector = Protector(mailbox, clock=clock, watch=False, progress=sender, job="llm", rank=3)
+        clock.advance(1)
+        protector.step(1, never)
+        clock.advance(2)
+        protector.request()
+
+        def save() -> str:
+            clock.advance(60)
+            return "c"
+
+        protector.step(2, save)
+        clock.advance(3)
+        protector.step(3, never)
+        protector.close()
+        agent.setblocking(False)
+        told = [decode(agent.recv(4096)) for _ in range(4)]
+    assert [(m.step, m.seconds, m.done) for m in told] == [
+        (1, None, False),
+        (2, 2.0, False),
+        (3, 3.0, False),
+        (0, None, True),
+    ]
+    assert {(m.job, m.rank) for m in told} == {("llm", 3)}
+
+
+def test_missing_agent_costs_nothing(mailbox: Mailbox, clock: ManualClock) -> None:
+    sender = ProgressSender("@forewarn-test-nobody-listens")
+    protector = Protector(mailbox, clock=clock, watch=False, progress=sender)
+    assert protector.step(1, never) is None
+    assert sender.dropped == 1
+    protector.close()
 
 
 def test_watcher_thread_sees_the_flag(mailbox: Mailbox) -> None:
