@@ -13,11 +13,21 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from forewarn.collectors import smart_disks, smart_json, smart_text
+from forewarn.collectors import smart_disks, smart_json, smart_pysmart
 from forewarn.collectors.base import CollectionError, Device, Event, Reading, Sample
 from forewarn.collectors.clock import SystemClock
 from forewarn.collectors.errors import ConfigError, InputError, UnavailableError
 from forewarn.collectors.registry import Setup
+from forewarn.collectors.smart_calls import (
+    Outcome,
+    identity_arguments,
+    outcome_of,
+    poll_arguments,
+    scan_problem,
+    scanned,
+    self_test_arguments,
+    without_json,
+)
 from forewarn.collectors.smart_disks import DiskAddress
 from forewarn.collectors.smart_failure import is_gone, remedy
 from forewarn.collectors.smart_process import Answer, Runner
@@ -29,22 +39,16 @@ INTERVAL_S = 300.0
 DEADLINE_S = 60.0
 CALL_TIMEOUT_S = 20.0
 SCAN_TIMEOUT_S = 10.0
-RESCAN_S = 3600.0
+RESCAN_S = 900.0
+SELF_TEST_REFUSED = 0b111
+"""Bits of smartctl's exit status that say that a command failed; the others speak of the disk's health."""
+SELF_TEST_EVERY_H = 168.0
+SECONDS_PER_HOUR = 3600.0
 RESERVE_S = 5.0
 """What is left of the deadline for putting the reading together."""
 
 NOT_KEPT_ASLEEP = frozenset({"disk_temperature_celsius", "disk_smartctl_exit_status", "disk_standby"})
 """Not said of a sleeping disk from memory: they were true of the moment they were read at."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What asking one disk gave: a reading, or a problem in words with its reason (`timeout`, `garbage`)."""
-
-    reading: DiskReading | None = None
-    why: str = ""
-    message: str = ""
-    left: subprocess.Popen[bytes] | None = None
 
 
 @dataclass
@@ -56,10 +60,11 @@ class _Disk:
     last: DiskReading | None = None  # the last that told something
     verdict: str = ""  # the code of the verdict in force
     left: subprocess.Popen[bytes] | None = None  # a smartctl that could not be stopped
-    asking: Future[_Outcome] | None = None
+    asking: Future[Outcome] | None = None
     wants_all: bool = False
     listed: bool = True
     slow: bool = False
+    tested_at: float | None = None  # monotonic seconds
 
 
 class SmartCollector:
@@ -68,7 +73,8 @@ class SmartCollector:
     `smartctl` is the program, a path or a command line (`sudo -n smartctl`). `devices` names the disks instead of a
     scan: `/dev/sda`, `/dev/bus/0:megaraid,5`. `types` gives smartctl's `-d` by device (`{"/dev/sdb" = "sat"}`).
     A sleeping spinning disk is not woken unless `wake` is true. `json` is `auto`, or `never` for a smartctl
-    whose JSON cannot be trusted.
+    whose JSON cannot be trusted. `self_test` (`short`, `long`, `conveyance`; off by default) has each disk test itself
+    every `self_test_every_h` hours, first soon after the start; at most one is started a poll, none on a disk asleep.
     """
 
     name = SOURCE
@@ -87,11 +93,15 @@ class SmartCollector:
         rescan_s: float = RESCAN_S,
         wake: bool = False,
         json: Literal["auto", "never"] = "auto",
+        self_test: Literal["", "short", "long", "conveyance"] = "",
+        self_test_every_h: float = SELF_TEST_EVERY_H,
     ) -> None:
         if not 0 < call_timeout_s <= DEADLINE_S - RESERVE_S:
             raise ConfigError(
                 f"smart: call_timeout_s = {call_timeout_s:g} must lie in 0 to {DEADLINE_S - RESERVE_S:g}"
             )
+        if self_test_every_h < 1:
+            raise ConfigError(f"smart: self_test_every_h = {self_test_every_h:g} must be 1 or more")
         if not 1 <= max_concurrent <= 64:
             raise ConfigError(f"smart: max_concurrent = {max_concurrent} must lie in 1 to 64")
         self._clock = setup.clock
@@ -105,6 +115,8 @@ class SmartCollector:
         self._rescan_s = rescan_s
         self._wake = wake
         self._json = json == "auto"
+        self._self_test = self_test
+        self._self_test_every_s = self_test_every_h * SECONDS_PER_HOUR
         self._runner = Runner()
         self._disks: dict[str, _Disk] = {}
         self._scanned_at: float | None = None
@@ -134,6 +146,7 @@ class SmartCollector:
                         "raise max_concurrent or lower call_timeout_s in the smart settings",
                     )
                 )
+        self._start_self_test(command, until, reading)
         return reading
 
     def close(self) -> None:
@@ -188,13 +201,15 @@ class SmartCollector:
                 break
             answer = self._runner.run([*command, *arguments], min(SCAN_TIMEOUT_S, self._call_timeout_s))
             text = smart_json.decode(answer.output or answer.errors)
-            entries, alone = _scanned(text)
+            entries, alone = scanned(text)
             if entries:
                 return smart_disks.addresses(entries, self._types)
             single = single or alone
             if alone is None and not answer.problem and not answer.timed_out:
                 empty = empty or entries is not None or (not text.strip() and answer.exit_status == 0)
-            problems.append(_scan_problem(answer, text))
+            problems.append(scan_problem(answer, text))
+            if answer.timed_out:
+                break  # another form would hang as well, and the disks already known are waiting
         if single:
             return smart_disks.addresses([single], self._types)
         if empty:
@@ -221,10 +236,10 @@ class SmartCollector:
 
     # Asking
 
-    def _ask_all(self, command: list[str], until: float) -> dict[str, _Outcome]:
+    def _ask_all(self, command: list[str], until: float) -> dict[str, Outcome]:
         """Ask every listed disk, a few at a time; those that were slow last time come last."""
-        outcomes: dict[str, _Outcome] = {}
-        futures: dict[Future[_Outcome], _Disk] = {}
+        outcomes: dict[str, Outcome] = {}
+        futures: dict[Future[Outcome], _Disk] = {}
         pool = ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="smart")
         try:
             for disk in sorted(self._disks.values(), key=lambda d: d.slow):
@@ -238,7 +253,7 @@ class SmartCollector:
                 if disk.left is not None and disk.left.poll() is not None:
                     disk.left = None
                 if disk.left is not None or disk.asking is not None:
-                    outcomes[disk.address.id] = _Outcome(
+                    outcomes[disk.address.id] = Outcome(
                         why="timeout", message="an earlier smartctl still hangs on it", left=disk.left
                     )
                     continue
@@ -254,59 +269,101 @@ class SmartCollector:
                 outcomes[disk.address.id] = future.result()
                 disk.asking = None
             else:
-                outcomes[disk.address.id] = _Outcome(why="timeout", message="it did not answer in time")
+                outcomes[disk.address.id] = Outcome(why="timeout", message="it did not answer in time")
         return outcomes
 
-    def _ask(self, command: list[str], disk: _Disk, until: float) -> _Outcome:
+    def _ask(self, command: list[str], disk: _Disk, until: float) -> Outcome:
         """Ask one disk; runs in a thread and changes nothing. Whatever goes wrong is this disk's alone."""
         try:
             return self._ask_once(command, disk, until)
         except InputError as error:
-            return _Outcome(why="garbage", message=str(error))
+            return Outcome(why="garbage", message=str(error))
         except Exception as error:
-            return _Outcome(
+            return Outcome(
                 why="garbage", message=f"its answer could not be read: {type(error).__name__}: {error}"
             )
 
-    def _ask_once(self, command: list[str], disk: _Disk, until: float) -> _Outcome:
+    def _ask_once(self, command: list[str], disk: _Disk, until: float) -> Outcome:
         timeout_s = min(self._call_timeout_s, until - self._real.monotonic())
         if timeout_s <= 0:
-            return _Outcome(why="timeout", message="no time was left to ask it")
-        answer = self._runner.run(
-            [*command, *call_arguments(disk, as_json=self._json, wake=self._wake)], timeout_s
-        )
-        outcome = _outcome(answer, timeout_s)
+            return Outcome(why="timeout", message="no time was left to ask it")
+        answer = self._runner.run([*command, *self._poll(disk, as_json=self._json)], timeout_s)
+        outcome = outcome_of(answer, timeout_s)
         reading = outcome.reading
-        if reading is not None and self._json and _without_json(reading):
+        if reading is not None and self._json and without_json(reading):
             # An old smartctl: it has to be asked in plain words from now on.
             timeout_s = min(self._call_timeout_s, until - self._real.monotonic())
-            plain = self._runner.run(
-                [*command, *call_arguments(disk, as_json=False, wake=self._wake)], max(timeout_s, 1)
-            )
-            outcome = _outcome(plain, timeout_s)
+            plain = self._runner.run([*command, *self._poll(disk, as_json=False)], max(timeout_s, 1))
+            outcome = outcome_of(plain, timeout_s)
             if outcome.reading is not None and outcome.reading.why != "bad_command":
                 self._json = False
-            reading = outcome.reading
+            answer, reading = plain, outcome.reading
+        if not self._json and reading is not None and reading.state in ("empty", "identity_only"):
+            return self._second_opinion(disk, answer, until) or outcome
         if reading is not None and reading.state == "asleep" and reading.rotational is None:
             if disk.rotational is None:
                 reading = replace(reading, rotational=self._spins(command, disk, until))
             return replace(outcome, reading=reading)
         return outcome
 
+    def _poll(self, disk: _Disk, *, as_json: bool) -> list[str]:
+        may_wake = self._wake or disk.rotational is False or disk.address.is_nvme
+        return poll_arguments(disk.address, as_json=as_json, everything=disk.wants_all, may_wake=may_wake)
+
+    def _second_opinion(self, disk: _Disk, answer: Answer, until: float) -> Outcome | None:
+        """What pySMART makes of plain text that our own reader does not know; None when it knows it no better."""
+        text = smart_json.decode(answer.output)
+        timeout_s = min(self._call_timeout_s, until - self._real.monotonic())
+        if timeout_s <= 0 or not text.startswith("smartctl "):
+            return None
+        child = smart_pysmart.command(disk.address.name, smart_pysmart.interface_of(disk.address.type, text))
+        found = self._runner.run(child, timeout_s, text.encode())
+        reading = None if found.timed_out or found.exit_status else smart_pysmart.reading_of(found.output)
+        return None if reading is None else Outcome(replace(reading, exit_status=max(answer.exit_status, 0)))
+
     def _spins(self, command: list[str], disk: _Disk, until: float) -> bool | None:
         """Whether a sleeping disk spins at all. Only its identity is asked for, which does not start the motor."""
-        type_ = ["-d", disk.address.type] if disk.address.type else []
-        form = ["--json"] if self._json else []
         timeout_s = min(self._call_timeout_s, until - self._real.monotonic())
         if timeout_s <= 0:
             return None
-        answer = self._runner.run([*command, *form, "--info", *type_, disk.address.name], timeout_s)
-        found = _outcome(answer, timeout_s).reading
+        answer = self._runner.run(
+            [*command, *identity_arguments(disk.address, as_json=self._json)], timeout_s
+        )
+        found = outcome_of(answer, timeout_s).reading
         return found.rotational if found is not None else None
+
+    def _start_self_test(self, command: list[str], until: float, reading: Reading) -> None:
+        """Start at most one self-test, on the disk that has waited longest."""
+        now, timeout_s = self._clock.monotonic(), min(self._call_timeout_s, until - self._real.monotonic())
+        awake = {s.device for s in reading.samples if s.metric == "disk_smart_passed"} - {
+            s.device for s in reading.samples if s.metric == "disk_standby" and s.value
+        }
+        due = [
+            disk
+            for disk in self._disks.values()
+            if disk.address.id in awake
+            and (disk.tested_at is None or now - disk.tested_at >= self._self_test_every_s)
+        ]
+        if not self._self_test or not due or timeout_s <= 0:
+            return
+        disk = min(due, key=lambda d: float("-inf") if d.tested_at is None else d.tested_at)
+        disk.tested_at = now
+        answer = self._runner.run([*command, *self_test_arguments(disk.address, self._self_test)], timeout_s)
+        disk.left = answer.left or disk.left
+        if answer.timed_out or answer.problem or answer.exit_status & SELF_TEST_REFUSED:
+            said = answer.problem or " ".join(smart_json.decode(answer.output).split())[-200:]
+            reading.errors.append(
+                CollectionError(
+                    SOURCE,
+                    f"the {self._self_test} self-test did not start: {said or 'no answer'}",
+                    disk.address.id,
+                    "set self_test to a test that this disk knows, or to nothing",
+                )
+            )
 
     # Reporting
 
-    def _report(self, disk: _Disk, outcome: _Outcome, reading: Reading) -> None:
+    def _report(self, disk: _Disk, outcome: Outcome, reading: Reading) -> None:
         id_ = disk.address.id
         disk.left = outcome.left
         disk.slow = outcome.why == "timeout"
@@ -380,87 +437,6 @@ class SmartCollector:
                 labels=labels,
             )
         )
-
-
-def call_arguments(disk: _Disk, *, as_json: bool, wake: bool) -> list[str]:
-    """smartctl's arguments for one disk. Everything is asked for only of a SAS disk that hides its temperature."""
-    words = ["--json"] if as_json else []
-    words.append("--xall" if disk.wants_all else "--all")
-    if not wake and disk.rotational is not False and not disk.address.is_nvme:
-        words += ["-n", "standby"]
-    if disk.address.type:
-        words += ["-d", disk.address.type]
-    return [*words, disk.address.name]
-
-
-def read_answer(data: bytes, exit_status: int = 0) -> DiskReading:
-    """The reading of whatever smartctl printed. Raises InputError for JSON that is damaged."""
-    text = smart_json.decode(data)
-    document = smart_json.find_document(text)
-    return (
-        smart_json.read(document, exit_status) if document is not None else smart_text.read(text, exit_status)
-    )
-
-
-def _outcome(answer: Answer, timeout_s: float) -> _Outcome:
-    if answer.problem:
-        return _Outcome(why="garbage", message=f"smartctl could not be started: {answer.problem}")
-    if answer.timed_out:
-        return _Outcome(
-            why="timeout", message=f"smartctl gave no answer within {timeout_s:.0f} s", left=answer.left
-        )
-    if answer.cut:
-        return _Outcome(
-            why="garbage", message="smartctl printed megabytes; that is no answer", left=answer.left
-        )
-    data = answer.output if answer.output.strip() else answer.errors
-    if not data.strip():
-        return _Outcome(why="garbage", message=f"smartctl printed nothing (exit status {answer.exit_status})")
-    reading = read_answer(data, max(answer.exit_status, 0))
-    if reading.state == "empty" and not reading.name and b"smartctl" not in data:
-        start = " ".join(smart_json.decode(data[:200]).split())
-        return _Outcome(why="garbage", message=f"its answer is not smartctl's: {start[:80]!r}")
-    return _Outcome(reading)
-
-
-def _without_json(reading: DiskReading) -> bool:
-    return (
-        reading.why == "bad_command"
-        and "json" in reading.message.lower()
-        and "option" in reading.message.lower()
-    )
-
-
-def _scanned(text: str) -> tuple[list[tuple[str, str]] | None, tuple[str, str] | None]:
-    """(the list when the text is a scan's, the one disk when it is a disk's own answer)."""
-    try:
-        document = smart_json.find_document(text)
-    except InputError:
-        return None, None
-    if document is not None:
-        entries = smart_json.scan_entries(document)
-        if entries is not None:
-            return entries, None
-        if smart_json.read(document).why == "bad_command" and smart_json.is_scan_command(document):
-            return None, None
-        return None, smart_json.replayed_name(document)
-    entries = smart_text.scan_entries(text)
-    if entries:
-        return entries, None
-    if text.lstrip().startswith("# No devices"):
-        return [], None
-    reading = smart_text.read(text)
-    if reading.why == "bad_command" or (reading.state == "empty" and not smart_text.replayed_name(text)):
-        return None, None
-    return None, (smart_text.replayed_name(text) or "/dev/disk0", "")
-
-
-def _scan_problem(answer: Answer, text: str) -> str:
-    if answer.problem:
-        return answer.problem
-    if answer.timed_out:
-        return "it did not answer in time"
-    return " ".join(text.split())[:160]
 
 
 def _verdict_sample(id_: str, code: str) -> Sample:

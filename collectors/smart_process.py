@@ -10,6 +10,7 @@ import os
 import selectors
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,8 +48,16 @@ class Runner:
         self._closed = False
         self._clock = SystemClock()  # a real process lives in real time, whatever clock a test uses
 
-    def run(self, command: Sequence[str], timeout_s: float) -> Answer:
-        """The answer of `command` after at most `timeout_s` and a second."""
+    def run(self, command: Sequence[str], timeout_s: float, given: bytes = b"") -> Answer:
+        """The answer of `command` after at most `timeout_s` and a second. `given` is its standard input."""
+        if not given:
+            return self._run(command, timeout_s, subprocess.DEVNULL)
+        with tempfile.TemporaryFile() as file:  # a file, so that a child that does not read cannot block us
+            file.write(given)
+            file.seek(0)
+            return self._run(command, timeout_s, file.fileno())
+
+    def _run(self, command: Sequence[str], timeout_s: float, stdin: int) -> Answer:
         environment = {**os.environ, "LC_ALL": "C", "LANG": "C"}
         with self._lock:
             if self._closed:
@@ -56,7 +65,7 @@ class Runner:
             try:
                 process = subprocess.Popen(
                     list(command),
-                    stdin=subprocess.DEVNULL,
+                    stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forewarn.collectors.smart import read_answer
+from forewarn.collectors.smart_calls import read_answer
 from forewarn.collectors.smart_reading import DiskReading
 from forewarn.collectors.smart_verdict import judge
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forewarn.collectors import smart_text
 from forewarn.collectors.base import Collector, Reading
 from forewarn.collectors.catalog import EVENTS, METRICS
 from forewarn.collectors.clock import ManualClock
 from forewarn.collectors.errors import ConfigError, UnavailableError
 from forewarn.collectors.registry import Setup, create
 from forewarn.collectors.smart import SmartCollector
+from forewarn.collectors.smart_reading import DiskReading
 
 CASES = Path(__file__).parents[1] / "cases" / "smart"
 
@@ -391,6 +395,18 @@ def test_a_scan_that_cannot_be_read_is_unavailable(smartctl: Smartctl) -> None:
         smartctl.collector().collect()
 
 
+def test_a_scan_that_hangs_leaves_the_known_disks_watched(smartctl: Smartctl) -> None:
+    smartctl.lists(sda="scsi")
+    smartctl.answers("sda", ata())
+    collector = smartctl.collector(call_timeout_s=1.0, rescan_s=60)
+    collector.collect()
+    smartctl.hangs("scan")
+    smartctl.clock.advance(60)
+    assert verdict(collector.collect(), "sda") == "healthy"
+    with pytest.raises(UnavailableError, match="did not answer in time"):
+        smartctl.collector(call_timeout_s=1.0).collect()
+
+
 def test_a_command_line_may_stand_before_smartctl(smartctl: Smartctl) -> None:
     smartctl.lists(sda="scsi")
     smartctl.answers("sda", ata())
@@ -409,6 +425,49 @@ def test_a_command_line_may_stand_before_smartctl(smartctl: Smartctl) -> None:
 def test_wrong_settings_are_named(smartctl: Smartctl, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         smartctl.collector(**options)
+
+
+def test_pysmart_reads_plain_text_that_we_do_not_know(
+    smartctl: Smartctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = next(CASES.glob("text/*sat_hdd_0_issue70*--all*"))
+    smartctl.answers("scan", "/dev/sda -d sat # /dev/sda [SAT], ATA device\n")
+    smartctl.answers("sda", text.read_bytes())
+    monkeypatch.setattr(
+        smart_text, "read", lambda text, exit_status=0: DiskReading("empty", exit_status=exit_status)
+    )
+    collector = smartctl.collector(json="never")
+    reading = collector.collect()
+    assert not reading.errors
+    assert verdict(reading, "sda") == "healthy"
+    assert values(reading, "sda")["disk_power_on_hours"] == 1380
+    assert values(reading, "sda")["disk_temperature_celsius"] == 31
+    assert len(smartctl.calls) == 2  # the scan and the one poll: pySMART starts none of its own
+
+
+def test_pysmart_stays_out_of_this_process() -> None:
+    code = "import sys, forewarn.collectors.smart; sys.exit('pySMART' in sys.modules or 'chardet' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_self_tests_run_only_when_asked_one_disk_a_poll(smartctl: Smartctl) -> None:
+    smartctl.lists(sda="scsi", sdb="scsi", sdc="scsi")
+    for name in ("sda", "sdb"):
+        smartctl.answers(name, ata())
+    smartctl.answers("sdc", STANDBY, 2)
+    smartctl.collector().collect()
+    assert not any(" -t " in f" {call}" for call in smartctl.calls)
+    collector = smartctl.collector(self_test="short", self_test_every_h=2)
+    for _ in range(3):
+        collector.collect()
+    tests = [call for call in smartctl.calls if call.startswith("-t")]
+    assert tests == ["-t short /dev/sda", "-t short /dev/sdb"]
+    smartctl.clock.advance(2 * 3600)
+    smartctl.answers("sda", ata(), 4)
+    reading = collector.collect()
+    assert [e.device for e in reading.errors] == ["sda"] and "self-test did not start" in reading.errors[
+        0
+    ].message
 
 
 def test_a_closed_collector_starts_nothing(smartctl: Smartctl) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forewarn.collectors import smart_json
 from forewarn.collectors.catalog import METRICS
 from forewarn.collectors.errors import InputError
-from forewarn.collectors.smart import read_answer
+from forewarn.collectors.smart_calls import read_answer
 from forewarn.collectors.smart_disks import addresses
 from forewarn.collectors.smart_verdict import VERDICTS, judge
 
