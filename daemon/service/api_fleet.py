@@ -127,7 +127,9 @@ async def show_risk(
     kind = shown.kind_of_row(row)
     wanted = horizon if horizon in kind.horizons_s else kind.horizons_s[min(1, len(kind.horizons_s) - 1)]
     fleet = service.engine.fleet
-    future = service.engine.call(lambda: _inspect(fleet, device, kind.kind, shown.time, wanted))
+    # Rules act between cycles, so their reasons are those of now, not of the last cycle.
+    now = max(shown.time, service.clock.now())
+    future = service.engine.call(lambda: _inspect(fleet, device, kind.kind, now, wanted))
     try:
         found = await asyncio.wait_for(asyncio.wrap_future(future), ENGINE_TIMEOUT_S)
     except TimeoutError:
