@@ -909,6 +909,11 @@ EVENTS: dict[str, EventKind] = {
             "slot_power, module_temp, module_error, module_unplugged, link_down, link_up, health, temperature, "
             "command_timeout, tx_timeout, rx_timeout",
         ),
+        EventKind(
+            "efa",
+            "An AWS fabric adapter in trouble",
+            "command_timeout, command_failed, queue_closed, not_ready, reset_failed",
+        ),
         EventKind("link_down", "A network link went down", "interface"),
         EventKind("link_up", "A network link came up", "interface"),
         EventKind("oom", "The kernel killed a process for memory", "kill"),

@@ -434,6 +434,15 @@ def mlx5_health_issue(m: re.Match[str], message: str) -> Found:
     return Found(_event("mlx5", "health", severity, message, pci=pci))
 
 
+def efa(code: str, severity: Severity) -> Maker:
+    def make(m: re.Match[str], message: str) -> Found:
+        pci = address(m["pci"], function=True) if m["pci"] else None
+        event = _event("efa", code, severity, message, device=m["name"] or "", pci=pci)
+        return Found(event, ident=m["name"] or "")
+
+    return make
+
+
 def link_state(m: re.Match[str], message: str) -> Found:
     up = m["state"].lower() in ("up", "ready")
     pci = address(m["pci"], function=True) if m["pci"] else None

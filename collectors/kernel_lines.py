@@ -35,6 +35,9 @@ def _rule(needle: str, pattern: str, maker: Maker) -> Rule:
 _MLX5 = r"(?:mlx5_core (?P<pci>" + BDF + r")\S*\s[^\n]{0,160}?|[^\n]{0,80}?)"
 _FS = r"(?:(?:EXT[234]-fs|XFS|BTRFS|F2FS-fs|FAT-fs|NTFS|JFS|ocfs2|GFS2)[^\n(]{0,40}(?:\((?:device )?([^\s)]{1,64})\))?[^\n]{0,120}?)?"
 
+_EFA = r"(?:efa (?P<pci>" + BDF + r")|infiniband (?P<name>(?:rdmap|efa_)[\w-]{1,32})):[^\n]{0,80}?"
+"""AWS's fabric adapter; its network driver says much the same under another name."""
+
 RULES: tuple[Rule, ...] = (
     _rule(
         "Xid",
@@ -342,6 +345,24 @@ RULES: tuple[Rule, ...] = (
         "RX timeout on channel",
         r"mlx5_core (?P<pci>" + BDF + r")[^\n]{0,80}?RX timeout on channel",
         make.mlx5("rx_timeout", "error"),
+    ),
+    _rule(
+        "completion",
+        _EFA
+        + r"(?:Wait for completion \(polling\) timeout|The device didn't send any completion for admin cmd)",
+        make.efa("command_timeout", "critical"),
+    ),
+    _rule("Admin queue is closed", _EFA + r"Admin queue is closed", make.efa("queue_closed", "critical")),
+    _rule("Failed to ", _EFA + r"Failed to (?:process|submit) command", make.efa("command_failed", "error")),
+    _rule(
+        "evice",
+        _EFA + r"(?:Device isn't ready, can't reset device|Device isn't ready, abort com init)",
+        make.efa("not_ready", "critical"),
+    ),
+    _rule(
+        "Reset indication",
+        _EFA + r"Reset indication didn't turn (?:on|off)",
+        make.efa("reset_failed", "critical"),
     ),
     _rule(
         "ink is ",

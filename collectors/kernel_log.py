@@ -11,30 +11,29 @@ import errno
 import os
 import re
 import stat
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from forewarn.collectors.base import CollectionError, Event, Reading
+from forewarn.collectors.coalescing import Coalescer
 from forewarn.collectors.errors import UnavailableError
 from forewarn.collectors.kernel_events import Found, GpuAddress
 from forewarn.collectors.kernel_lines import Conversation
 from forewarn.collectors.kernel_prefix import strip_prefix
 from forewarn.collectors.registry import Setup
+from forewarn.collectors.sysfs import read_number
 
 SOURCE = "kernel_log"
-COALESCE_S = 5.0
-"""Repeats of one event within this time of the first are reported with it, as a count (as the Delta study did)."""
 RECORD_BYTES = 16_384
 """Above the kernel's own largest record (8 KiB)."""
 CHUNK_BYTES = 262_144
 MAX_LINE_BYTES = 65_536
 """What of a line exceeds this is not looked at."""
-MAX_OPEN_WINDOWS = 4096
 RECORDS_PER_CLOCK_LOOK = 256
 
+_WOKE = re.compile(r"(?:PM: )?(?:suspend exit|Timekeeping suspended for (\d{1,10}\.\d{1,6}) seconds)")
 _ESCAPE = re.compile(rb"\\x([0-9a-fA-F]{2})")
 
 
@@ -53,74 +52,11 @@ class Cursor(msgspec.Struct):
     head: str = ""
 
 
-class Coalescer:
-    """Reports the first of a kind at once, and its repeats within COALESCE_S as a count, afterwards."""
+class _Sleep(msgspec.Struct, frozen=True):
+    """A wake-up seen in the log after `position` events of this pass; how long the sleep was, where it says."""
 
-    def __init__(self, window_s: float = COALESCE_S) -> None:
-        self._window_s = window_s
-        self._open: OrderedDict[tuple[str, ...], _Window] = OrderedDict()
-        self._ready: list[_Window] = []
-
-    def add(self, found: Found, at: float | None, monotonic: float) -> None:
-        """Take an event that happened at `at` (epoch seconds, None when unknown) and was read at `monotonic`."""
-        event = found.event
-        where = event.pci or event.device or ""
-        key: tuple[str, ...] = (event.kind, event.code, where, found.ident, event.severity, event.action)
-        if at is None:
-            key = (
-                *key,
-                event.message,
-            )  # nothing says how far apart they were: only the very same is a repeat
-        window = self._open.get(key)
-        if window is not None and window.takes(at, monotonic, self._window_s):
-            if not (found.implied or window.implied):
-                window.count += event.count
-            elif not found.implied:
-                window.implied = (
-                    False  # the explicit line of an incident that was already counted by its other
-                )
-            return
-        if window is not None:
-            self._close(self._open.pop(key))
-        event = msgspec.structs.replace(event, time=at)
-        window = _Window(event, event.count, at, monotonic, found.implied)
-        self._open[key] = window
-        self._ready.append(window)
-        while len(self._open) > MAX_OPEN_WINDOWS:
-            self._close(self._open.popitem(last=False)[1])
-
-    def take(self, monotonic: float) -> list[Event]:
-        """What is due now: every first with the repeats so far, and the repeats of windows that ended."""
-        for key in [k for k, w in self._open.items() if monotonic - w.opened >= self._window_s]:
-            self._close(self._open.pop(key))
-        events = [w.flush() for w in self._ready if w.count]
-        self._ready = []
-        return events
-
-    def _close(self, window: _Window) -> None:
-        if window.count and window not in self._ready:
-            self._ready.append(window)
-
-
-class _Window:
-    __slots__ = ("count", "event", "first", "implied", "opened")
-
-    def __init__(self, event: Event, count: int, first: float | None, opened: float, implied: bool) -> None:
-        self.event = event
-        self.count = count
-        self.first = first
-        self.opened = opened
-        self.implied = implied
-
-    def takes(self, at: float | None, monotonic: float, window_s: float) -> bool:
-        if at is None or self.first is None:
-            return at is self.first and monotonic - self.opened < window_s
-        return abs(at - self.first) < window_s
-
-    def flush(self) -> Event:
-        event = msgspec.structs.replace(self.event, count=self.count)
-        self.count = 0
-        return event
+    position: int
+    seconds: float | None
 
 
 class KernelLogCollector:
@@ -132,8 +68,9 @@ class KernelLogCollector:
     tests of a cluster with injected faults, else never.
 
     Times of /dev/kmsg records are the kernel's clock, which stands still in suspend: each is turned into wall
-    time against the monotonic clock at the moment of reading. That is right for all that happens while the
-    agent runs; backlog from before a suspend comes out too late by the length of that suspend.
+    time against the monotonic clock at the moment of reading, less the suspends that the log tells of between
+    the record and now. Of several suspends whose lengths the log does not give, only their sum is known: what
+    was logged before them comes out too late by at most that sum.
     """
 
     name = SOURCE
@@ -168,6 +105,10 @@ class KernelLogCollector:
         self._partial_read: tuple[Found | GpuAddress, ...] | None = None
         self._started = False
         self._lost = 0
+        self._sleeps: list[_Sleep] = []
+        self._length_told = False
+        self._asleep_before = 0.0
+        self._batch: list[tuple[Found, float, float]] = []
         self._read: Callable[[int, int], bytes] = os.read
 
     # -- what the agent may ask and say --
@@ -203,7 +144,10 @@ class KernelLogCollector:
         reading = Reading(samples=[], events=[], devices=[], errors=[])
         self._open()
         if self._is_device:
-            self._read_device(reading)
+            try:
+                self._read_device(reading)
+            finally:
+                self._give_batch()
         else:
             self._read_file(reading)
         self._started = True
@@ -378,8 +322,40 @@ class KernelLogCollector:
         clock = self._setup.clock
         monotonic = clock.monotonic()
         at = clock.now() - (monotonic - microseconds / 1e6)
-        for found in self._conversation.read(message.decode("utf-8", "replace"), strict=True):
-            self._take(found, at, monotonic)
+        text = message.decode("utf-8", "replace")
+        if m := _WOKE.match(text):
+            self._woke(float(m[1]) if m[1] else None)
+        for found in self._conversation.read(text, strict=True):
+            if isinstance(found, Found):
+                self._batch.append((found, at, monotonic))
+            else:
+                self._take(found, at, monotonic)
+
+    def _woke(self, seconds: float | None) -> None:
+        """Note a wake-up. Some kernels print the length of the sleep first, and all say `suspend exit` after it."""
+        if seconds is None and self._length_told:
+            self._length_told = False
+            return
+        self._length_told = seconds is not None
+        self._sleeps.append(_Sleep(len(self._batch), seconds))
+
+    def _give_batch(self) -> None:
+        """Hand on what one pass read, with later sleeps taken out of the times of what was logged before them."""
+        asleep = self._asleep()
+        unknown = [s for s in self._sleeps if s.seconds is None]
+        known = sum(s.seconds or 0.0 for s in self._sleeps)
+        rest = max(0.0, asleep - self._asleep_before - known) if len(unknown) == 1 else 0.0
+        self._asleep_before = asleep
+        for n, (found, at, monotonic) in enumerate(self._batch):
+            later = sum(rest if s.seconds is None else s.seconds for s in self._sleeps if s.position > n)
+            self._take(found, at - later, monotonic)
+        self._batch, self._sleeps = [], []
+
+    def _asleep(self) -> float:
+        """Seconds this boot spent in suspend: uptime counts them, the monotonic clock does not."""
+        uptime = read_number(self._setup.root / "proc/uptime")
+        asleep = (uptime or 0.0) - self._setup.clock.monotonic()
+        return asleep if uptime is not None and asleep > 1.0 else 0.0
 
     # -- a file: lines --
 

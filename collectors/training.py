@@ -399,6 +399,5 @@ def _device(local: str, job: str, number: int, last: Step) -> Device:
         "role": last.role,
         "gpu": last.gpu,
         "world_size": str(last.world_size) if last.world_size else "",
-        "mark": last.mark,
     }
     return Device(device=local, kind="job", labels={k: v for k, v in labels.items() if v})

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from forewarn.collectors.base import Collector, Event
 from forewarn.collectors.clock import ManualClock
+from forewarn.collectors.coalescing import COALESCE_S
 from forewarn.collectors.errors import UnavailableError
-from forewarn.collectors.kernel_log import COALESCE_S, KernelLogCollector
+from forewarn.collectors.kernel_log import KernelLogCollector
 from forewarn.collectors.registry import Setup, create
 
 XID = "NVRM: Xid (PCI:0000:{bus}:00): {number}, pid=1, name=python3, text"
@@ -114,6 +115,60 @@ def test_times_stay_right_after_suspend(root: Path) -> None:
     device.records = [_record(1, _xid(), at_us=101_000_000)]
     (event,) = collector.collect().events
     assert event.time == pytest.approx(clock.now() - 1.0)
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        ["PM: Timekeeping suspended for 28800.000 seconds", "PM: suspend exit"],
+        ["PM: suspend exit"],
+        ["Timekeeping suspended for 28800.000 seconds"],
+    ],
+)
+def test_backlog_from_before_a_suspend_keeps_its_time(root: Path, marks: list[str]) -> None:
+    clock, device = _at_boot(100.0), Device()
+    logged = clock.now() - 50.0
+    clock.step(8 * 3600.0)  # asleep
+    clock.advance(20.0)
+    (root / "proc/uptime").write_text(f"{120.0 + 8 * 3600} 0.0\n")
+    device.records = [
+        _record(1, _xid("01"), at_us=50_000_000),
+        *(_record(2 + i, mark, at_us=100_000_000) for i, mark in enumerate(marks)),
+        _record(9, _xid("02"), at_us=110_000_000),
+    ]
+    before, after = _kmsg(root, clock, device).collect().events
+    assert before.time == pytest.approx(logged)
+    assert after.time == pytest.approx(clock.now() - 10.0)
+
+
+def test_a_suspend_while_the_agent_runs_is_told_from_an_earlier_one(root: Path) -> None:
+    clock, device = _at_boot(100.0), Device()
+    (root / "proc/uptime").write_text("5100.0 0.0\n")  # slept 5000 s before
+    collector = _kmsg(root, clock, device)
+    collector.collect()
+    clock.advance(1.0)
+    logged = clock.now()
+    device.records = [
+        _record(1, _xid("01"), at_us=101_000_000),
+        _record(2, "PM: suspend exit", at_us=101_500_000),
+    ]
+    clock.step(600.0)
+    clock.advance(1.0)
+    (root / "proc/uptime").write_text("5702.0 0.0\n")
+    (event,) = collector.collect().events
+    assert event.time == pytest.approx(logged)
+
+
+def test_several_sleeps_of_unknown_length_change_no_time(root: Path) -> None:
+    clock, device = _at_boot(100.0), Device()
+    (root / "proc/uptime").write_text("900.0 0.0\n")
+    device.records = [
+        _record(1, _xid("01"), at_us=50_000_000),
+        _record(2, "PM: suspend exit", at_us=60_000_000),
+        _record(3, "PM: suspend exit", at_us=70_000_000),
+    ]
+    (event,) = _kmsg(root, clock, device).collect().events
+    assert event.time == pytest.approx(clock.now() - 50.0)
 
 
 def test_records_of_programs_are_forgeries(root: Path) -> None:
