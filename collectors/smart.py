@@ -434,6 +434,7 @@ class SmartCollector:
                 code=verdict.code,
                 severity=verdict.severity,
                 message=f"{verdict.verdict}: {verdict.message}",
+                action=verdict.action,
                 labels=labels,
             )
         )

@@ -112,4 +112,4 @@ def scan_problem(answer: Answer, text: str) -> str:
         return answer.problem
     if answer.timed_out:
         return "it did not answer in time"
-    return " ".join(text.split())[:160]
+    return " ".join((smart_text.message(text) or text).split())[:160]

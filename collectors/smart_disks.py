@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from forewarn.collectors.errors import ConfigError
 
 _RAID_TYPE = re.compile(r"(?:\w+\+)?((?:megaraid|cciss|areca|3ware|aacraid|sssraid|jmb39x\w*|hpt),.+)$")
+_TYPE_SUFFIX = re.compile(r"^(.*):((?:3ware|[A-Za-z][\w+-]*)(?:,[\w/,]+)?)$")
+"""A type after the name. `/dev/disk/by-path/pci-0000:00:1f.2-ata-1` has none."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.]+")
 
 AUTOMATIC_TYPES = frozenset({"", "auto", "scsi", "ata"})
@@ -78,7 +80,8 @@ def configured(devices: Iterable[str], types: Mapping[str, str]) -> list[DiskAdd
             joined.append(entry.strip())
     entries = []
     for entry in joined:
-        name, _, type_ = entry.partition(":")
+        suffix = _TYPE_SUFFIX.match(entry)
+        name, type_ = suffix.groups() if suffix else (entry, "")
         if not name or name.startswith("-") or type_.startswith("-"):
             raise ConfigError(
                 f"smart: devices: {entry!r} is no disk; write /dev/sda or /dev/bus/0:megaraid,5"

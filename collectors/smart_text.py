@@ -237,8 +237,12 @@ def _error_log_entries(text: str) -> float | None:
     return 0.0 if "No Errors Logged" in text else None
 
 
-def _message(lines: list[str]) -> str:
+def message(text: str) -> str:
     """What smartctl says once its own banner is taken away."""
+    return _message(text.splitlines()[:MAX_LINES])
+
+
+def _message(lines: list[str]) -> str:
     banner = ("smartctl ", "Copyright (C)", "===")
     said = [line.strip() for line in lines[:60] if line.strip() and not line.startswith(banner)]
     # `=======> UNRECOGNIZED OPTION` begins like a heading but is the message itself.

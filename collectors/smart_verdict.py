@@ -29,6 +29,9 @@ VERDICTS = {
 }
 """Every verdict with the severity of its event."""
 
+ACTIONS = {"failing": "REPLACE_DISK", "at_risk": "PLAN_REPLACEMENT", "worn": "PLAN_REPLACEMENT"}
+"""What to do about a verdict; the others need nothing done to the disk."""
+
 RATE_AT_RISK_PER_YEAR = 1.0
 """Seen failures a drive-year at which one signal alone puts a disk at risk."""
 
@@ -53,6 +56,10 @@ class Verdict:
     severity: str
     message: str
     why: str = ""
+
+    @property
+    def action(self) -> str:
+        return ACTIONS.get(self.verdict, "")
 
     @property
     def code(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -411,6 +412,45 @@ def test_a_command_line_may_stand_before_smartctl(smartctl: Smartctl) -> None:
     smartctl.lists(sda="scsi")
     smartctl.answers("sda", ata())
     assert verdict(smartctl.collector(smartctl=f"env FOO=1 {smartctl.program}").collect(), "sda") == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("entry", "id_", "arguments"),
+    [
+        ("/dev/sda", "sda", "/dev/sda"),
+        ("/dev/nvme0n1", "nvme0", "/dev/nvme0n1"),
+        ("/dev/sdb:sat", "sdb", "-d sat /dev/sdb"),
+        ("/dev/sdb:scsi", "sdb", "-d scsi /dev/sdb"),
+        ("/dev/bus/0:sat+megaraid,5", "bus0-megaraid-5", "-d sat+megaraid,5 /dev/bus/0"),
+        ("/dev/sg2:areca,3/2", "sg2-areca-3-2", "-d areca,3/2 /dev/sg2"),
+        ("/dev/twa0:3ware,1", "twa0-3ware-1", "-d 3ware,1 /dev/twa0"),
+        ("/dev/cciss/c0d0:cciss,0", "c0d0-cciss-0", "-d cciss,0 /dev/cciss/c0d0"),
+        (
+            "/dev/disk/by-path/pci-0000:00:1f.2-ata-1",
+            "pci-0000-00-1f.2-ata-1",
+            "/dev/disk/by-path/pci-0000:00:1f.2-ata-1",
+        ),
+    ],
+)
+def test_disks_by_list(smartctl: Smartctl, entry: str, id_: str, arguments: str) -> None:
+    smartctl.answers(entry.rpartition("/")[2].partition(":")[0], ata())
+    reading = smartctl.collector(devices=[entry]).collect()
+    assert [d.device for d in reading.devices] == [id_]
+    assert smartctl.calls[0].endswith(arguments)
+    assert ("-d" in smartctl.calls[0]) == ("-d" in arguments)
+
+
+@pytest.mark.skipif(shutil.which("smartctl") is None, reason="needs smartmontools")
+def test_the_real_smartctl_refuses_a_disk_that_is_none(tmp_path: Path) -> None:
+    device = tmp_path / "no-disk"
+    device.touch()
+    collector = SmartCollector(
+        Setup(ManualClock()), devices=[str(device), f"{device}:nvme", f"{device}:nonsense"]
+    )
+    reading = collector.collect()
+    codes = {d.device: verdict(reading, d.device) for d in reading.devices}
+    assert len(codes) == 3 and all(code.startswith("unavailable:") for code in codes.values())
+    assert len(reading.errors) == 3 and all(e.message and e.remedy for e in reading.errors)
 
 
 @pytest.mark.parametrize(
