@@ -53,14 +53,14 @@ RULES: tuple[Rule, ...] = (
         make.sxid,
     ),
     _rule(
-        "GPU-",
-        r"NVRM:\s{1,4}GPU at (?:PCI:)?(" + BDF + r"):\s{1,4}(GPU-[0-9a-zA-Z-]{1,64})",
-        make.gpu_address,
-    ),
-    _rule(
         "fallen off the bus",
         r"NVRM:\s{1,4}(?:The NVIDIA )?GPU (?:at )?(?:PCI:)?(?P<pci>" + BDF + r").{0,400}?fallen off the bus",
         make.off_bus,
+    ),
+    _rule(
+        "GPU-",
+        r"NVRM:\s{1,4}GPU at (?:PCI:)?(" + BDF + r"):\s{1,4}(GPU-[0-9a-zA-Z-]{1,64})",
+        make.gpu_address,
     ),
     _rule("RmInitAdapter", r"NVRM:\s{1,4}GPU (" + BDF + r"): RmInitAdapter failed", make.init_failed),
     _rule(
@@ -207,7 +207,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "Buffer I/O error",
-        r"Buffer I/O error on dev(?:ice)? ([\w!-]{1,64}), logical block",
+        r"Buffer I/O error on dev(?:ice)? ([\w!-]{1,64})(?:,|\s|$)",
         make.block_device("io_error", "error"),
     ),
     _rule(
