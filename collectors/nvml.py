@@ -100,6 +100,8 @@ class NvmlCollector:
         self._hangs: dict[str, int] = {}
         self._skip_until: dict[str, float] = {}
         self._silent: set[str] = set()
+        self._pushed: list[Event] = []
+        """Events of the driver that no reading has had yet."""
         self._refused: set[str] = set()
         self._failure: UnavailableError | None = None
         self._failures = 0
@@ -112,7 +114,8 @@ class NvmlCollector:
         reading = Reading(samples=[], events=[], devices=[], errors=[])
         self._abandoned = [child for child in self._abandoned if child.status is None]
         failure = self._collect(reading)
-        reading.events = coalesce(reading.events)
+        reading.events = coalesce([*reading.events, *self._pushed])
+        self._pushed.clear()
         if failure is not None:
             if not reading.events and not reading.samples:
                 raise failure
@@ -158,7 +161,7 @@ class NvmlCollector:
     def _serve(self, reading: Reading) -> bool:
         """Talk to the child until the poll is done or late. False when the child was ended and another is needed."""
         assert self._child is not None
-        silent = self._asked_at is not None and bool(self._silent)
+        silent = self._overdue
         wait = SystemClock()
         # Without persistence mode the driver wakes each GPU when it is opened, which takes a second or more of each.
         patience_s = self._call_deadline_s if self._ready else 2 * self._call_deadline_s
@@ -170,21 +173,21 @@ class NvmlCollector:
             replies = self._child.receive(max(0.0, left))
             if not replies:
                 return True
+            done: bool | None = None
             for reply in replies:
-                done = self._take(reply, reading)
-                if done is not None:
-                    return done
+                outcome = self._take(reply, reading)
+                if outcome is not None:
+                    done = outcome  # go on: events may have come behind the end of the poll
                 if isinstance(reply, Hello):
                     until = wait.monotonic() + self._call_deadline_s
+            if done is not None:
+                return done
 
     def _take(self, reply: Reply, reading: Reading) -> bool | None:
         """One message of the child. None: go on listening; True: the poll is over; False: another child is needed."""
         match reply:
             case Notice():
-                age_s = max(0.0, SystemClock().monotonic() - reply.seen)
-                event = self._conditions.notice(reply, self._clock.now() - age_s)
-                if event is not None:
-                    reading.events.append(event)
+                self._notice(reply)
             case Hello():
                 self._hello(reply, reading)
                 self._ask()
@@ -198,6 +201,12 @@ class NvmlCollector:
             case Done():
                 return self._done(reply, reading)
         return None
+
+    def _notice(self, notice: Notice) -> None:
+        age_s = max(0.0, SystemClock().monotonic() - notice.seen)
+        event = self._conditions.notice(notice, self._clock.now() - age_s)
+        if event is not None:
+            self._pushed.append(event)
 
     def _ask(self) -> None:
         assert self._child is not None
@@ -215,7 +224,7 @@ class NvmlCollector:
 
     def _hello(self, hello: Hello, reading: Reading) -> None:
         self._ready = True
-        self._asked_at = None
+        self._asked_at, self._overdue = None, False
         self._failure, self._failures = None, 0
         events = self._conditions.hello(hello)
         if any(event.kind == "driver_reloaded" for event in events):
@@ -264,7 +273,7 @@ class NvmlCollector:
 
     def _done(self, done: Done, reading: Reading) -> bool:
         late = self._overdue
-        self._asked_at = None
+        self._asked_at, self._overdue = None, False
         if done.restart:
             self._end_child()
             if done.restart == MISMATCH:
@@ -341,9 +350,11 @@ class NvmlCollector:
             self._failures += 1
             self._retry_at = now + self._backoff()
         child, self._child = self._child, None
-        self._asked_at = None
-        if child is not None and not child.kill():
-            self._abandoned.append(child)
+        self._asked_at, self._overdue = None, False
+        if child is not None:
+            self._last_words(child)
+            if not child.kill():
+                self._abandoned.append(child)
 
     # ---- the child's life ----
 
@@ -360,6 +371,7 @@ class NvmlCollector:
         self._failure = None
         self._ready = False
         self._started_at = self._asked_at = now
+        self._overdue = False
         try:
             self._child = Child()
             self._child.send(Start(library=self._library, names=self._conditions.names))
@@ -377,9 +389,21 @@ class NvmlCollector:
     def _end_child(self) -> None:
         child, self._child = self._child, None
         self._ready = False
-        self._asked_at = None
-        if child is not None and not child.close():
-            self._abandoned.append(child)
+        self._asked_at, self._overdue = None, False
+        if child is not None:
+            self._last_words(child)
+            if not child.close():
+                self._abandoned.append(child)
+
+    def _last_words(self, child: Child) -> None:
+        """Events that lie in the pipe of a child that is given up."""
+        try:
+            replies = child.receive(0.0)
+        except ChildGoneError:
+            return
+        for reply in replies:
+            if isinstance(reply, Notice):
+                self._notice(reply)
 
     def _wants_rescan(self, now: float) -> bool:
         return self._conditions.troubled and now - self._started_at >= self._rescan_interval_s

@@ -32,19 +32,30 @@ class Child:
         self._decoder = msgspec.msgpack.Decoder(Reply)
         # One malloc arena: two threads do not need more, and the child stays small.
         environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # an interrupt at the terminal is for the agent, which then closes the pipe
-        )
+        self._bell, bell = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(bell)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=(bell,),
+                start_new_session=True,  # an interrupt at the terminal is for the agent, which then closes the pipe
+            )
+        except OSError:
+            os.close(self._bell)
+            raise
+        finally:
+            os.close(bell)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input = self._process.stdin
         self._output = self._process.stdout
         os.set_blocking(self._output.fileno(), False)
         os.set_blocking(self._input.fileno(), False)
+        os.set_blocking(self._bell, False)
+        self._poller = select.poll()
+        self._poller.register(self._bell, select.POLLIN)
 
     @property
     def pid(self) -> int:
@@ -80,9 +91,8 @@ class Child:
             left = until - self._clock.monotonic()
             if left <= 0:
                 return []
-            poller = select.poll()
-            poller.register(self._output.fileno(), select.POLLIN)
-            poller.poll(left * 1000)
+            if self._poller.poll(left * 1000):
+                self._drain_bell()
 
     def close(self) -> bool:
         """Ask it to end, then make it. True when it is gone; False when it hangs and must be left behind."""
@@ -103,6 +113,15 @@ class Child:
                 pipe.close()
             except OSError:
                 continue
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+    def _drain_bell(self) -> None:
+        try:
+            os.read(self._bell, 1 << 12)
+        except BlockingIOError:
+            return
 
     def _wait(self, seconds: float) -> int | None:
         try:

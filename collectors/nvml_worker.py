@@ -1,6 +1,7 @@
-"""The child process that calls NVML: `python -m forewarn.collectors.nvml_worker`, frames on stdin and stdout.
+"""The child process that calls NVML: `python -m forewarn.collectors.nvml_worker BELL`, frames on stdin and stdout.
 
-A call that hangs in the driver hangs here. It ends by itself when the agent closes the pipe or dies.
+A byte on the pipe BELL says that there is something to read: a frame for each GPU must be out before the next GPU may
+hang, and need not wake the agent each time. The child ends by itself when the agent closes the pipe or dies.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from forewarn.collectors.nvml_protocol import (
     Gpu,
     Hello,
     Notice,
+    Part,
     Poll,
     Reply,
     Request,
@@ -45,20 +47,33 @@ WANTED_EVENTS = 0x8 | 0x2 | 0x100 | 0x200 | 0x400 | 0x800 | 0x1000 | 0x2000 | 0x
 """XID, double bit ECC, MIG change, single bit storm, DRAM retirement and its failure, poison, GPU unavailable,
 recovery action. Single bit errors are counted by the counters; clock and state changes are no trouble."""
 TIMEOUT = 10
+RING_BYTES = 32 << 10
 
 
 class Pipe:
     """Frames to the agent; both threads write."""
 
-    def __init__(self, output: int) -> None:
+    def __init__(self, output: int, bell: int) -> None:
         self._output = output
+        self._bell = bell
         self._lock = threading.Lock()
+        self._unrung = 0
 
     def send(self, message: Reply) -> None:
+        """Write a frame, and ring unless it is a part of more to come."""
         data = frame(message)
         with self._lock:
+            if self._unrung + len(data) > RING_BYTES:
+                self._ring()  # before the pipe is full, or both sides would wait
+            self._unrung += len(data)
             while data:
                 data = data[os.write(self._output, data) :]
+            if not isinstance(message, Part):
+                self._ring()
+
+    def _ring(self) -> None:
+        self._unrung = 0
+        os.write(self._bell, b"!")
 
 
 def receive(source: int) -> Request | None:
@@ -210,7 +225,7 @@ def _address(handle: Any) -> int:
 def main() -> int:
     """Serve the agent until it closes the pipe."""
     parent = os.getppid()
-    source, pipe = sys.stdin.fileno(), Pipe(sys.stdout.fileno())
+    source, pipe = sys.stdin.fileno(), Pipe(sys.stdout.fileno(), int(sys.argv[1]))
     start = receive(source)
     if not isinstance(start, Start):
         return 0

@@ -365,6 +365,33 @@ def test_an_xid_of_a_device_that_cannot_be_looked_up_is_not_lost(bench: Bench) -
     assert (event.device, event.kind, event.code) == ("", "xid", "79")
 
 
+def test_an_event_that_comes_right_behind_a_poll_is_not_lost(bench: Bench) -> None:
+    """Poll after poll with an event each, as close together as can be."""
+    driver = bench.driver()
+    collector = bench.collector(driver)
+    collector.collect()
+    events: list[Event] = []
+    for number in range(60):
+        driver.xid(0, 1000 + number)
+        events += bench.again(collector, 0.001).events
+    events += bench.until_events(collector, 60 - len(events)) if len(events) < 60 else []
+    assert [e.code for e in events] == [str(1000 + number) for number in range(60)]
+
+
+def test_events_of_a_session_that_ends_are_not_lost(bench: Bench) -> None:
+    driver = bench.driver()
+    collector = bench.collector(driver)
+    collector.collect()
+    before = driver.calls("nvmlEventSetWait_v2")
+    driver.xid(0, 119)
+    limit = time.monotonic() + 20
+    while driver.calls("nvmlEventSetWait_v2") < before + 2:  # the event was taken, and the next is waited for
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    driver.reload()
+    assert ("gpu0", "xid", "119") in kinds(bench.again(collector).events)
+
+
 def test_repeats_become_one_event_with_a_count(bench: Bench) -> None:
     driver = bench.driver()
     collector = bench.collector(driver)
