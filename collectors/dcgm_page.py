@@ -93,6 +93,22 @@ FIELDS: dict[str, tuple[str, float]] = {
     "DCGM_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL": ("gpu_nvlink_crc_data_errors_total", 1),
     "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL": ("gpu_nvlink_replay_errors_total", 1),
     "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL": ("gpu_nvlink_recovery_errors_total", 1),
+    "DCGM_FI_DEV_NVLINK_COUNT_RX_MALFORMED_PACKET_ERRORS": ("gpu_nvlink_malformed_packets_total", 1),
+    "DCGM_FI_DEV_NVLINK_COUNT_RX_BUFFER_OVERRUN_ERRORS": ("gpu_nvlink_buffer_overruns_total", 1),
+    "DCGM_FI_DEV_NVLINK_COUNT_RX_ERRORS": ("gpu_nvlink_receive_errors_total", 1),
+    "DCGM_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS": ("gpu_nvlink_local_integrity_errors_total", 1),
+    "DCGM_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS": ("gpu_nvlink_recovery_failed_total", 1),
+    "DCGM_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS": ("gpu_nvlink_recovery_events_total", 1),
+    "DCGM_FI_DEV_NVLINK_COUNT_RX_SYMBOL_ERRORS": ("gpu_nvlink_symbol_errors_total", 1),
+    "DCGM_FI_DEV_NVLINK_COUNT_EFFECTIVE_ERRORS": ("gpu_nvlink_effective_errors_total", 1),
+    "DCGM_FI_DEV_NVLINK_COUNT_SYMBOL_BER_FLOAT": ("gpu_nvlink_symbol_bit_error_ratio", 1),
+    "DCGM_FI_DEV_NVLINK_COUNT_EFFECTIVE_BER_FLOAT": ("gpu_nvlink_effective_bit_error_ratio", 1),
+    "DCGM_FI_DEV_PCIE_COUNT_CORRECTABLE_ERRORS": ("gpu_pcie_correctable_errors_total", 1),
+    "DCGM_FI_DEV_ECC_SBE_AGG_SRM": ("gpu_ecc_sram_corrected_total", 1),
+    "DCGM_FI_DEV_ECC_DBE_AGG_SRM": ("gpu_ecc_sram_uncorrected_total", 1),
+    "DCGM_FI_DEV_THRESHOLD_SRM": ("gpu_ecc_sram_threshold_exceeded", 1),
+    "DCGM_FI_DEV_GPU_TEMP_LIMIT": ("gpu_temperature_margin_celsius", 1),
+    "DCGM_FI_DEV_GET_GPU_RECOVERY_ACTION": ("gpu_recovery_action", 1),
     "DCGM_FI_DEV_MIG_MODE": ("gpu_mig_enabled", 1),
     "DCGM_FI_DEV_PERSISTENCE_MODE": ("gpu_persistence_enabled", 1),
     "DCGM_FI_DEV_XID_ERRORS": ("gpu_last_xid", 1),
@@ -101,6 +117,61 @@ FIELDS: dict[str, tuple[str, float]] = {
     "DCGM_FI_PROF_DRAM_ACTIVE": ("gpu_dram_active_ratio", 1),
 }
 """Exporter field to catalog metric and the factor between their units."""
+
+_D = "DCGM_FI_DEV_"
+RENAMED: dict[str, str] = {
+    **{
+        _D + new: _D + old
+        for new, old in (
+            ("MEMORY_TEMP_CELSIUS", "MEMORY_TEMP"),
+            ("GPU_TEMP_CELSIUS", "GPU_TEMP"),
+            ("GPU_TEMP_MARGIN_CELSIUS", "GPU_TEMP_LIMIT"),
+            ("GPU_TEMP_SLOWDOWN_CELSIUS", "SLOWDOWN_TEMP"),
+            ("GPU_TEMP_SHUTDOWN_CELSIUS", "SHUTDOWN_TEMP"),
+            ("BOARD_POWER_WATTS", "POWER_USAGE"),
+            ("BOARD_POWER_LIMIT_REQUESTED_WATTS", "POWER_MGMT_LIMIT"),
+            ("BOARD_POWER_LIMIT_DEFAULT_WATTS", "POWER_MGMT_LIMIT_DEF"),
+            ("BOARD_POWER_LIMIT_ENFORCED_WATTS", "ENFORCED_POWER_LIMIT"),
+            ("GPU_PSTATE", "PSTATE"),
+            ("GPU_UTIL_RATIO", "GPU_UTIL"),
+            ("PCIE_REPLAY_TOTAL", "PCIE_REPLAY_COUNTER"),
+            ("PCIE_CORRECTABLE_ERROR_TOTAL", "PCIE_COUNT_CORRECTABLE_ERRORS"),
+            ("XID_ERROR", "XID_ERRORS"),
+            ("ECC_MODE", "ECC_CURRENT"),
+            ("SRAM_EXCEEDED", "THRESHOLD_SRM"),
+            ("BANK_REMAP_AVAIL_MAX", "BANKS_REMAP_ROWS_AVAIL_MAX"),
+            ("BANK_REMAP_AVAIL_HIGH", "BANKS_REMAP_ROWS_AVAIL_HIGH"),
+            ("BANK_REMAP_AVAIL_PARTIAL", "BANKS_REMAP_ROWS_AVAIL_PARTIAL"),
+            ("BANK_REMAP_AVAIL_LOW", "BANKS_REMAP_ROWS_AVAIL_LOW"),
+            ("BANK_REMAP_AVAIL_NONE", "BANKS_REMAP_ROWS_AVAIL_NONE"),
+            ("PAGE_RETIRED_SBE_TOTAL", "RETIRED_SBE"),
+            ("PAGE_RETIRED_DBE_TOTAL", "RETIRED_DBE"),
+            ("PAGE_RETIRED_PENDING", "RETIRED_PENDING"),
+            ("ROW_REMAP_UNCORRECTABLE_TOTAL", "UNCORRECTABLE_REMAPPED_ROWS"),
+            ("ROW_REMAP_CORRECTABLE_TOTAL", "CORRECTABLE_REMAPPED_ROWS"),
+            ("ROW_REMAP_FAILED", "ROW_REMAP_FAILURE"),
+            ("NVLINK_CRC_FLIT_ERROR_TOTAL", "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),
+            ("NVLINK_CRC_DATA_ERROR_TOTAL", "NVLINK_CRC_DATA_ERROR_COUNT_TOTAL"),
+            ("NVLINK_REPLAY_ERROR_TOTAL", "NVLINK_REPLAY_ERROR_COUNT_TOTAL"),
+            ("NVLINK_RECOVERY_ERROR_TOTAL", "NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),
+            ("NVLINK_RX_PACKET_MALFORMED_TOTAL", "NVLINK_COUNT_RX_MALFORMED_PACKET_ERRORS"),
+            ("NVLINK_RX_PACKET_DROPPED_TOTAL", "NVLINK_COUNT_RX_BUFFER_OVERRUN_ERRORS"),
+            ("NVLINK_RX_ERROR_TOTAL", "NVLINK_COUNT_RX_ERRORS"),
+            ("NVLINK_INTEGRITY_ERROR_TOTAL", "NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS"),
+            ("NVLINK_RECOVERY_FAILED_TOTAL", "NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS"),
+            ("NVLINK_RECOVERY_EVENT_TOTAL", "NVLINK_COUNT_LINK_RECOVERY_EVENTS"),
+            ("NVLINK_RX_SYMBOL_ERROR_TOTAL", "NVLINK_COUNT_RX_SYMBOL_ERRORS"),
+            ("NVLINK_EFFECTIVE_ERROR_TOTAL", "NVLINK_COUNT_EFFECTIVE_ERRORS"),
+            ("NVLINK_SYMBOL_BER_RATIO", "NVLINK_COUNT_SYMBOL_BER_FLOAT"),
+            ("NVLINK_EFFECTIVE_BER_RATIO", "NVLINK_COUNT_EFFECTIVE_BER_FLOAT"),
+            ("GPU_RECOVERY_ACTION", "GET_GPU_RECOVERY_ACTION"),
+        )
+    },
+    "DCGM_FI_PROF_GR_ENGINE_UTIL_RATIO": "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
+    "DCGM_FI_PROF_TENSOR_UTIL_RATIO": "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+    "DCGM_FI_PROF_DRAM_UTIL_RATIO": "DCGM_FI_PROF_DRAM_ACTIVE",
+}
+"""The names that DCGM gave its fields in 2026; numbers and units stayed as they were."""
 
 NOT_FROM_NVML = frozenset(
     ("gpu_last_xid", "gpu_tensor_active_ratio", "gpu_engine_active_ratio", "gpu_dram_active_ratio")
@@ -117,6 +188,7 @@ _PER_MIG_INSTANCE = frozenset(
 )
 """Shares of an instance say nothing of the whole board: left out."""
 
+_LINK_LABELS = ("nvlink", "link")
 _INT32_BLANK = (2_147_483_632.0, 2_147_483_647.0)
 _INT64_BLANK = 9_223_372_036_854_774_000.0
 _FP64_BLANK = (140_737_488_355_328.0, 140_737_488_355_344.0)
@@ -234,7 +306,12 @@ def _take(gpu: GpuRow, row: Row, free: dict[str, float], local: str) -> None:
     value = _sane(metric, row.value, factor)
     if value is None:
         return
-    if instance and metric in _SUMMED_OVER_MIG:
+    if any(label in row.labels for label in _LINK_LABELS):
+        before = gpu.values.get(
+            metric, 0.0
+        )  # one row a link: counts add up, of rates the worst link's counts
+        gpu.values[metric] = max(before, value) if metric.endswith("_ratio") else before + value
+    elif instance and metric in _SUMMED_OVER_MIG:
         gpu.values[metric] = gpu.values.get(metric, 0.0) + value
     elif row.field == "DCGM_FI_DEV_POWER_MGMT_LIMIT":
         gpu.values.setdefault(metric, value)  # the enforced limit, where given, is the one in force
@@ -299,4 +376,4 @@ def _parse(text: str) -> Iterator[Row]:
             name = sample.name
             if name not in FIELDS and name.endswith("_total"):
                 name = name[: -len("_total")]  # the parser's own habit with counters that lack it
-            yield Row(name, sample.labels, float(sample.value))
+            yield Row(RENAMED.get(name, name), sample.labels, float(sample.value))

@@ -16,7 +16,7 @@ from forewarn.collectors.base import Collector, Reading
 from forewarn.collectors.catalog import METRICS
 from forewarn.collectors.clock import ManualClock
 from forewarn.collectors.dcgm import ENERGY_STALE_S, GAUGES_STALE_S, DcgmCollector
-from forewarn.collectors.dcgm_page import FIELDS, NOT_FROM_NVML, is_blank, read_page
+from forewarn.collectors.dcgm_page import FIELDS, NOT_FROM_NVML, RENAMED, is_blank, read_page
 from forewarn.collectors.errors import ConfigError, InputError, UnavailableError
 from forewarn.collectors.registry import Setup, create
 
@@ -52,7 +52,11 @@ class Exporter:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(ThreadingHTTPServer):
+            def handle_error(self, request: object, client_address: object) -> None:
+                pass  # a client that gave up is what some tests are about
+
+        self._server = Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/metrics"
         self._thread = threading.Thread(
@@ -94,6 +98,42 @@ def test_every_field_is_in_the_catalog() -> None:
         assert metric in METRICS, field
         assert factor > 0
     assert set(NOT_FROM_NVML) <= set(METRICS)
+
+
+def test_renamed_fields_lead_to_known_ones() -> None:
+    assert set(RENAMED.values()) <= set(FIELDS)
+    assert not set(RENAMED) & set(FIELDS)
+
+
+def test_the_names_of_the_next_dcgm_are_read() -> None:
+    page = read_page(
+        'DCGM_FI_DEV_GPU_TEMP_CELSIUS{gpu="0"} 55\n'
+        'DCGM_FI_DEV_BOARD_POWER_WATTS{gpu="0"} 400.5\n'
+        "# TYPE DCGM_FI_DEV_ROW_REMAP_UNCORRECTABLE_TOTAL counter\n"
+        'DCGM_FI_DEV_ROW_REMAP_UNCORRECTABLE_TOTAL{gpu="0"} 2\n'
+        'DCGM_FI_DEV_GPU_UTIL_RATIO{gpu="0"} 97\n'
+    )
+    assert page.gpus["gpu0"].values == pytest.approx(
+        {
+            "gpu_temperature_celsius": 55.0,
+            "gpu_power_watts": 400.5,
+            "gpu_row_remap_uncorrected_total": 2.0,
+            "gpu_utilization_ratio": 0.97,
+        }
+    )
+
+
+def test_rows_of_single_links_are_put_together() -> None:
+    page = read_page(
+        'DCGM_FI_DEV_NVLINK_COUNT_RX_ERRORS{gpu="0",nvlink="0"} 2\n'
+        'DCGM_FI_DEV_NVLINK_COUNT_RX_ERRORS{gpu="0",nvlink="1"} 5\n'
+        'DCGM_FI_DEV_NVLINK_COUNT_SYMBOL_BER_FLOAT{gpu="0",nvlink="0"} 1e-12\n'
+        'DCGM_FI_DEV_NVLINK_COUNT_SYMBOL_BER_FLOAT{gpu="0",nvlink="1"} 3e-9\n'
+    )
+    assert page.gpus["gpu0"].values == {
+        "gpu_nvlink_receive_errors_total": 7.0,
+        "gpu_nvlink_symbol_bit_error_ratio": 3e-9,
+    }
 
 
 def test_default_page_in_catalog_units(exporter: Exporter, clock: ManualClock) -> None:
