@@ -37,8 +37,10 @@ MISSED_MOST = 1000.0
 INTERVAL_CLIP = 3.0
 """A gap moves the usual interval as if it were at most this many times as long."""
 
-SUM, ACTIVE, MEAN, DEVIATION, SLOPE = 0, 1, 0, 1, 2
-"""What the last axis of `read_windows` holds: counters first two, gauges three."""
+SUM, ACTIVE, KNOWN = 0, 1, 2
+"""What the last axis of `read_windows` holds for counters: increase, buckets with one, buckets with a sample."""
+MEAN, DEVIATION, SLOPE = 0, 1, 2
+"""And for gauges: mean, deviation of the bucket means, slope per hour."""
 
 
 @dataclass
@@ -434,7 +436,7 @@ def _read(
                 else:
                     out[i, s, w, 0] = sums[s]
                     out[i, s, w, 1] = squares[s]
-                    out[i, s, w, 2] = np.nan
+                    out[i, s, w, 2] = c
 
 
 def _spread(run: Callable[[int], None], parts: int) -> None:
@@ -514,8 +516,8 @@ def take_events(
 
 
 def read_windows(scheme: Scheme, feed: Feed, rings: Rings, now: float, rows: NDArray[np.int32]) -> Singles:
-    """Windows at `now`: (rows x signals x windows x 3). Counters: increase, active buckets, NaN. Gauges: mean,
-    deviation of bucket means, slope per hour."""
+    """Windows at `now`: (rows x signals x windows x 3). Counters: increase, active buckets, known
+    buckets. Gauges: mean, deviation of bucket means, slope per hour."""
     out = np.empty((len(rows), len(scheme.signals), len(scheme.windows), 3), np.float32)
     gauge = np.array([s.type != COUNTER for s in scheme.signals], np.bool_)
     parts = THREADS if len(rows) >= LEAST_FOR_THREADS else 1
@@ -561,6 +563,7 @@ __all__ = [
     "COUNTER",
     "DEVIATION",
     "GAUGE",
+    "KNOWN",
     "MEAN",
     "SLOPE",
     "SUM",

@@ -7,13 +7,14 @@ set against the device's own longer past and against its peers, so that it means
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forewarn.models import peers
-from forewarn.models.buckets import ACTIVE, DEVIATION, MEAN, SLOPE, SUM
+from forewarn.models.buckets import ACTIVE, DEVIATION, KNOWN, MEAN, SLOPE, SUM
 from forewarn.models.peers import Groups
 from forewarn.models.signals import COUNTER, HOUR_S, Scheme
 
@@ -95,25 +96,60 @@ def _ratio(a: Singles, b: Singles) -> Singles:
     return np.where((a > 0) & (b > 0), ratio, np.nan).astype(np.float32)
 
 
-def _counter(c: Columns, v: View, signal: str, compare: bool = True) -> None:
-    """Increase over every window, how spread out, faster or slower than before, since when, against the node."""
+def surprise(count: Singles, expected: Singles) -> Singles:
+    """How far a count lies above what was expected, in deviations of a Poisson count (by Anscombe's transform)."""
+    far: Singles = (2 * (np.sqrt(count + 0.375) - np.sqrt(expected + 0.375))).astype(np.float32)
+    return far
+
+
+@dataclass(frozen=True)
+class _Count:
+    """Increase and known buckets of one or several counters over each window."""
+
+    increase: dict[str, Singles]
+    known: dict[str, Singles]
+
+
+def _count(v: View, signals: Sequence[str]) -> _Count:
+    """Counters together: increases added, the best known one says how much of a window is known."""
+    increase, known = {}, {}
+    for w in v.scheme.windows:
+        parts = np.stack([v.window(s, w.name, SUM) for s in signals])
+        seen = np.stack([v.window(s, w.name, KNOWN) for s in signals])
+        none = np.isnan(parts).all(axis=0)
+        increase[w.name] = np.where(none, np.nan, np.nansum(parts, axis=0)).astype(np.float32)
+        known[w.name] = np.where(none, np.nan, np.nan_to_num(seen).max(axis=0, initial=0)).astype(np.float32)
+    return _Count(increase, known)
+
+
+def _past(v: View, count: _Count, short: str, long: str) -> Singles:
+    """What the long window less the short one makes one expect of the short one; NaN with less past than present."""
+    windows = v.scheme.windows
+    a, b = windows[v.scheme.window(short)], windows[v.scheme.window(long)]
+    width = v.scheme.levels[b.level].width_s
+    past_s = count.known[long] * width - np.float32(a.seconds)
+    rate = (count.increase[long] - np.nan_to_num(count.increase[short])) / past_s
+    return np.where(past_s >= a.seconds, np.maximum(rate, 0) * a.seconds, np.nan).astype(np.float32)
+
+
+def _increases(c: Columns, v: View, name: str, count: _Count) -> None:
+    """Increase over every window; against the device's own past; against its node."""
     names = [w.name for w in v.scheme.windows]
-    increase = {w: v.window(signal, w, SUM) for w in names}
     for w in names:
-        c.add(f"{signal}.increase_{w}", 1, log1p(increase[w]))
-    long, longest = v.scheme.windows[-2], v.scheme.windows[-1]
-    for window in (long, longest):
-        c.add(f"{signal}.active_{window.name}", 1, v.window(signal, window.name, ACTIVE) / window.buckets)
-    short = v.scheme.windows[1]
-    share = short.seconds / long.seconds
-    c.add(f"{signal}.acceleration", 0, log1p(increase[short.name]) - log1p(increase[long.name] * share))
+        c.add(f"{name}.increase_{w}", 1, log1p(count.increase[w]))
+    for short, long in zip(names[:-1], names[2:] + names[-1:], strict=True):
+        c.add(f"{name}.surprise_{short}", 1, surprise(count.increase[short], _past(v, count, short, long)))
+    for w in (names[1], names[-2]):
+        middle = peers.median(v.nodes, count.increase[w])
+        c.add(f"{name}.node_surprise_{w}", 1, surprise(count.increase[w], middle))
+
+
+def _counter(c: Columns, v: View, signal: str) -> None:
+    """One counter: increases, how spread out they are, and since when."""
+    _increases(c, v, signal, _count(v, [signal]))
+    for w in v.scheme.windows[-2:]:
+        c.add(f"{signal}.active_{w.name}", 1, v.window(signal, w.name, ACTIVE) / w.buckets)
     c.add(f"{signal}.since_last", -1, v.hours_since(v.recent[:, v.scheme.signal(signal)]))
-    if compare:
-        c.add(
-            f"{signal}.node_excess_{long.name}",
-            1,
-            peers.difference(v.nodes, log1p(increase[long.name])),
-        )
 
 
 def _events(c: Columns, v: View, signal: str, direction: int = 1) -> None:
@@ -157,17 +193,18 @@ def _gpu(c: Columns, v: View) -> None:
         _counter(c, v, signal)
     for signal in (s.name for s in v.scheme.signals if not s.metrics and s.name != "missed_polls"):
         _events(c, v, signal)
-    corrected = {
-        w.name: np.fmax(
-            np.nan_to_num(v.window("ecc_dram_corrected", w.name, SUM))
-            + np.nan_to_num(v.window("ecc_sram_corrected", w.name, SUM)),
-            np.nan_to_num(v.window("ecc_volatile_corrected", w.name, SUM)),
-        )
-        for w in v.scheme.windows
-    }
-    for w, values in corrected.items():
-        c.add(f"ecc_corrected.increase_{w}", 1, log1p(values))
-    c.add("ecc_corrected.node_excess_24h", 1, peers.difference(v.nodes, log1p(corrected["24h"])))
+    # Kinds of trouble whatever counter a fleet reports them by. The volatile counter repeats the lasting ones.
+    lasting, volatile = (
+        _count(v, ["ecc_dram_corrected", "ecc_sram_corrected"]),
+        _count(v, ["ecc_volatile_corrected"]),
+    )
+    corrected = _Count(
+        {w: np.fmax(lasting.increase[w], volatile.increase[w]) for w in lasting.increase},
+        {w: np.fmax(lasting.known[w], volatile.known[w]) for w in lasting.known},
+    )
+    _increases(c, v, "ecc_corrected", corrected)
+    _increases(c, v, "pcie", _count(v, ["pcie_replays", "pcie_errors", "aer"]))
+    _increases(c, v, "nvlink", _count(v, ["nvlink_crc_errors", "nvlink_replays", "nvlink_recoveries"]))
     _gpu_levels(c, v)
     _gpu_thermal(c, v)
     _gpu_load(c, v)
@@ -209,15 +246,19 @@ def _gpu_thermal(c: Columns, v: View) -> None:
         c.add(f"{signal}.slope_1h", 1, v.window(signal, "1h", SLOPE))
         c.add(f"{signal}.slope_24h", 1, v.window(signal, "24h", SLOPE))
         c.add(f"{signal}.deviation_1h", 0, v.window(signal, "1h", DEVIATION))
-        excess = {
-            w: peers.excess(v.nodes, v.models, mean[w], v.window("power", w, MEAN), POWER_FLOOR_W2)
-            for w in ("15m", "1h", "24h", "7d")
-        }
-        for w in ("15m", "1h", "24h"):
+        power = {w.name: v.window("power", w.name, MEAN) for w in v.scheme.windows}
+        excess = {w: peers.excess(v.nodes, v.models, mean[w], power[w], POWER_FLOOR_W2) for w in mean}
+        for w in ("15m", "1h", "6h", "24h"):
             c.add(f"{signal}.node_excess_{w}", 1, excess[w])
-        c.add(f"{signal}.excess_drift_1h_24h", 1, excess["1h"] - excess["24h"])
-        c.add(f"{signal}.excess_drift_1h_7d", 1, excess["1h"] - excess["7d"])
-        c.add(f"{signal}.excess_z_1h", 1, peers.robust_z(v.models, excess["1h"], 1.0))
+        for short, long in (("15m", "6h"), ("15m", "24h"), ("1h", "24h"), ("1h", "7d"), ("24h", "7d")):
+            c.add(f"{signal}.excess_drift_{short}_{long}", 1, excess[short] - excess[long])
+        for w in ("15m", "1h"):
+            c.add(f"{signal}.excess_z_{w}", 1, peers.robust_z(v.models, excess[w], 1.0))
+        for short, long in (("15m", "24h"), ("1h", "7d")):
+            own = peers.unexplained(
+                v.models, mean[short] - mean[long], power[short] - power[long], POWER_FLOOR_W2
+            )
+            c.add(f"{signal}.own_excess_{short}_{long}", 1, own)
     core, memory = v.window("temperature", "1h", MEAN), v.window("memory_temperature", "1h", MEAN)
     gap = memory - core
     c.add("memory_temperature.over_core_node_excess", 1, peers.difference(v.nodes, gap))
@@ -349,7 +390,7 @@ def _disk_model(c: Columns, v: View) -> None:
 
 
 def _node(c: Columns, v: View) -> None:
-    _counter(c, v, "errors", compare=False)
+    _counter(c, v, "errors")
     for signal in (s.name for s in v.scheme.signals if not s.metrics and s.name != "missed_polls"):
         _events(c, v, signal)
     _rhythm(c, v)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from forewarn.models.features import FeatureEngine, FeatureTable
 from forewarn.models.registry import RiskModel
 from forewarn.models.rules import RuleHit
-from forewarn.models.signals import COUNTER
+from forewarn.models.signals import COUNTER, HOUR_S
 
 LEAST_CONTRIBUTION = 0.05
 """Log odds under which a contribution is not worth a word."""
@@ -110,8 +110,10 @@ class Words:
     def of(self, subject: str, name: str) -> tuple[str, float | None, dict[str, object]]:
         """Text, since when, evidence."""
         signals = {s.name: s for s in self.engine.scheme.signals}
-        if subject == "ecc_corrected":
-            return self._counter("ecc_corrected", "corrected memory errors", self._busiest_ecc())
+        if subject in _TOGETHER:
+            text, parts = _TOGETHER[subject]
+            busiest = max(parts, key=lambda s: self.engine.signal_history(self.device, s)[0])
+            return self._counter(subject, text, busiest)
         if subject in signals and signals[subject].type == COUNTER:
             return self._counter(subject, signals[subject].text, subject)
         if math.isnan(self._value(name)):
@@ -134,10 +136,6 @@ class Words:
     def _since(self, signal: str) -> float | None:
         first = self.engine.signal_history(self.device, signal)[1]
         return None if math.isnan(first) else first
-
-    def _busiest_ecc(self) -> str:
-        found = ("ecc_dram_corrected", "ecc_sram_corrected", "ecc_volatile_corrected")
-        return max(found, key=lambda s: self.engine.signal_history(self.device, s)[0])
 
     def _counter(self, subject: str, text: str, signal: str) -> tuple[str, float | None, dict[str, object]]:
         """The shortest window that holds a good part of what the longest does, and the node's median."""
@@ -173,9 +171,12 @@ class Words:
             elif median <= 0:
                 said += ", none on its neighbours"
         since = None if math.isnan(first) else first
-        acceleration = self._value(f"{subject}.acceleration")
-        if not math.isnan(acceleration) and acceleration > 0.3 and since is not None:
-            said += f", rising for {_duration(self.table.time - self._rising_since(signal, since))}"
+        if since is not None and recent >= self.table.time - 2 * HOUR_S:
+            # Up to two deviations above its own past is the play of chance.
+            names = (f"{subject}.surprise_{w.name}" for w in windows)
+            rising = max((s for s in map(self._value, names) if not math.isnan(s)), default=0.0) > 2
+            lasts = _duration(self.table.time - self._rising_since(signal, since))
+            said += f", rising for {lasts}" if rising else f", for {lasts} now"
         evidence |= {"total": total, "last": None if math.isnan(recent) else recent}
         return said, since, evidence
 
@@ -226,7 +227,7 @@ def _thermal(words: Words, name: str) -> str:
     value = words._value(name)
     if "margin" in name:
         return f"{value:.0f} C left to the slowdown limit"
-    if "excess_drift" in name:
+    if "excess_drift" in name or "own_excess" in name:
         return f"{what} {value:+.1f} C against peers at equal power, compared with its own past"
     if "node_excess" in name or "model_excess" in name:
         return f"{what} {value:+.1f} C against its peers at equal power"
@@ -285,6 +286,16 @@ def _history(words: Words, name: str) -> str:
 def _hours(words: Words, name: str) -> str:
     return f"{math.expm1(words._value('power_on_hours.level')):,.0f} hours of use"
 
+
+_TOGETHER = {
+    "ecc_corrected": (
+        "corrected memory errors",
+        ("ecc_dram_corrected", "ecc_sram_corrected", "ecc_volatile_corrected"),
+    ),
+    "pcie": ("PCIe errors and replays", ("pcie_replays", "pcie_errors", "aer")),
+    "nvlink": ("NVLink errors and replays", ("nvlink_crc_errors", "nvlink_replays", "nvlink_recoveries")),
+}
+"""Subjects that take several signals together."""
 
 _SUBJECTS: dict[str, Callable[[Words, str], str]] = {
     "temperature": _thermal,

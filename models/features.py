@@ -31,6 +31,9 @@ HORIZONS_S: dict[str, tuple[int, ...]] = {
 }
 """Horizons of each kind of device, in seconds."""
 
+GONE_AFTER_S = {"gpu": 7 * 86_400, "disk": 60 * 86_400, "node": 7 * 86_400}
+"""A device silent for this long is left out of the tables until it speaks again."""
+
 STATE_VERSION = 1
 
 
@@ -87,11 +90,12 @@ class _Places:
     node: NDArray[np.int64]
     model: NDArray[np.int64]
     known: NDArray[np.bool_]
-    """The device was described, or a sample or an event of it was taken in."""
+    """A sample or an event of the device was taken in."""
     installed: Floats
     failures: Floats
     last_failure: Floats
     slot_failures: Floats
+    last_event: Floats
 
     @classmethod
     def empty(cls, capacity: int) -> _Places:
@@ -103,6 +107,7 @@ class _Places:
             failures=np.zeros(capacity),
             last_failure=np.full(capacity, np.nan),
             slot_failures=np.zeros(capacity),
+            last_event=np.full(capacity, -np.inf),
         )
 
 
@@ -157,7 +162,6 @@ class FeatureEngine:
             self._changes += 1
         if installed is not None:
             self._places.installed[row] = installed
-        self._places.known[row] = True
 
     def remove(self, device: str) -> None:
         """Leave a device out of all later tables; its state is dropped."""
@@ -362,19 +366,24 @@ class FeatureEngine:
                     np.array([e[3] for e in fresh]),
                 )
                 self._places.known[rows] = True
+                self._places.last_event[rows] = [e[0] for e in fresh]
         for time, row in sorted(f for f in self._failures if due(f[0])):
             self._places.failures[row] += 1
             self._places.slot_failures[row] += 1
             self._places.last_failure[row] = time
-            self._places.known[row] = True
         self._failures = [f for f in self._failures if not due(f[0])]
 
     # Features --------------------------------------------------------------------------------------------------
 
     def features(self, now: float) -> FeatureTable:
-        """Features of every device at `now` (or at the latest moment asked for before, should that be later)."""
+        """Features at `now` (or at the latest moment asked for before, should that be later) of every device that gave
+        a sample or an event within GONE_AFTER_S."""
         self.flush(now)
         rows = self._known_rows()
+        places = self._places
+        # A device that was silent this long is gone; scoring it would only show its last state for ever.
+        active = np.maximum(self._rings.seen[rows], places.last_event[rows])
+        rows = rows[self.now - active <= GONE_AFTER_S[self.kind]]
         made = self._columns(self.now, rows)
         values = np.empty((len(rows), len(made.names)), np.float32)
         for i, column in enumerate(made.values):
@@ -414,7 +423,7 @@ class FeatureEngine:
         return columns.build(view)
 
     def _groups_of(self, rows: NDArray[np.int32]) -> tuple[Groups, Groups]:
-        key = hash((self._changes, len(rows)))
+        key = hash((self._changes, rows.tobytes()))
         if self._groups is None or self._groups[0] != key:
             nodes = Groups.of(self._places.node[rows])
             self._groups = (key, nodes, Groups.of(self._places.model[rows]))

@@ -89,10 +89,13 @@ def excess(
     The slope is pooled over all devices of one model, within nodes, so that a hot aisle shifts nothing; `floor`
     (in squared units of load) keeps it near 0 where loads do not differ.
     """
-    dy = difference(nodes, value, least)
-    dx = difference(nodes, load, least)
-    slope = np.empty(len(value), np.float32)
-    _slopes(models.order, models.start, dx, dy, floor, slope)
+    return unexplained(models, difference(nodes, value, least), difference(nodes, load, least), floor)
+
+
+def unexplained(models: Groups, dy: Singles, dx: Singles, floor: float) -> Singles:
+    """What of a difference `dy` the difference in load `dx` leaves over; the slope is pooled over each model."""
+    slope = np.empty(len(dy), np.float32)
+    _slopes(models.order, models.start, np.ascontiguousarray(dx), np.ascontiguousarray(dy), floor, slope)
     dx = np.where(np.isnan(dx), np.float32(0), dx)
     return (dy - np.maximum(slope, 0) * dx).astype(np.float32)
 

@@ -39,9 +39,22 @@ def test_counter_in_words() -> None:
     assert text.startswith("36 corrected DRAM errors in 6 h") or text.startswith(
         "36 corrected DRAM errors in 24 h"
     )
-    assert "none on its neighbours" in text and "rising for 3 h" in text
+    assert "none on its neighbours" in text and "for 3 h now" in text
     assert since == START + 60 and evidence["node_median"] == 0
     assert evidence["total"] == pytest.approx(36)
+
+
+def test_counter_that_rises_against_its_own_past() -> None:
+    engine = FeatureEngine("gpu")
+    for i in range(48 * 12):
+        count = np.full((8, 1), float(i // 12))
+        count[3] += max(0, i - 45 * 12)
+        engine.apply(START + 300 * i, DEVICES, ["gpu_ecc_dram_corrected_total"], count)
+    words, table = words_of(engine, START + 300 * (48 * 12 - 1))
+    text, _, _ = words.of("ecc_dram_corrected", "ecc_dram_corrected.surprise_1h")
+    assert "rising for" in text and "its node's median" in text
+    surprise = table.values[:, table.names.index("ecc_dram_corrected.surprise_1h")]
+    assert surprise[3] > 4 and abs(surprise[2]) < 1.5
 
 
 def test_counter_against_the_node() -> None:

@@ -210,7 +210,7 @@ def test_windows_hold_what_happened_in_them() -> None:
         got = counted(table, "n0/gpu0", f"ecc_dram_corrected.increase_{window}")
         assert expected - width - 0.01 <= got <= expected + 0.01, window
     assert value(table, "n0/gpu0", "ecc_dram_corrected.active_7d") == 1
-    assert value(table, "n0/gpu0", "ecc_dram_corrected.acceleration") == pytest.approx(0, abs=0.1)
+    assert value(table, "n0/gpu0", "ecc_dram_corrected.surprise_24h") == pytest.approx(0, abs=0.1)
 
 
 def test_windows_empty_when_nothing_comes() -> None:
