@@ -251,3 +251,78 @@ def _quantile(ordered: list[float], q: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+class _RankState(msgspec.Struct):
+    step: float = -1.0
+    moved: float = 0.0
+    compute: float | None = None
+    role: str = ""
+    bad_losses: float | None = None
+
+
+class JobProgress:
+    """One job's ranks as their agents report them, and what they say together.
+
+    `observe` takes the samples of one rank as they arrive; `judge` is asked once a cycle. Ranks in step share
+    their iteration time, so the slowdown of the job is read from one of them, the first that reports it.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, _RankState] = {}
+        self._shift = MedianShift()
+        self._cusum = ClippedCusum(self._shift)
+        self._watch = StragglerWatch()
+        self._pacer = ""
+        self._last: Shift | None = None
+        self._stragglers: list[Straggler] = []
+        self._fresh: set[str] = set()
+        self.sensitive = 0.0
+        """The sensitive channel, a signal for the model: evidence of slower steps, 1 at its own limit."""
+        self.bad_losses = 0
+        """Steps with a NaN or infinite loss since the job was first seen, all ranks."""
+
+    def observe(self, rank: str, samples: Mapping[str, float], time: float, role: str = "") -> None:
+        """Take one rank's `training_*` samples of one poll, read at `time` (seconds, any one clock)."""
+        state = self._ranks.get(rank)
+        if state is None:
+            state = self._ranks[rank] = _RankState(moved=time)
+        state.role = role or state.role
+        step = samples.get("training_step_total")
+        if step is not None and step != state.step:
+            state.step, state.moved = step, time - samples.get("training_idle_seconds", 0.0)
+        seconds = samples.get("training_iteration_seconds")
+        if seconds is not None and seconds > 0 and math.isfinite(seconds):
+            self._pacer = self._pacer or rank
+            if rank == self._pacer:
+                self.sensitive = self._cusum.observe(seconds)
+                self._last = self._shift.observe(seconds)
+        compute = samples.get("training_compute_seconds")
+        if compute is not None:
+            state.compute = compute
+            self._fresh.add(rank)
+        bad = samples.get("training_bad_losses_total")
+        if bad is not None:
+            if state.bad_losses is not None and bad > state.bad_losses:
+                self.bad_losses += int(bad - state.bad_losses)
+            state.bad_losses = bad
+
+    def forget(self, rank: str) -> None:
+        """A rank that ended as it should."""
+        self._ranks.pop(rank, None)
+        self._fresh.discard(rank)
+        if rank == self._pacer:
+            self._pacer = ""
+
+    def judge(self, time: float, longest_marked_s: float = 0.0) -> Finding:
+        """What the job's progress says at `time`. `longest_marked_s`: what a checkpoint or evaluation may take."""
+        still = [
+            rank
+            for rank, state in self._ranks.items()
+            if stalled(time - state.moved, self._shift.median_seconds, longest_marked_s)
+        ]
+        if self._fresh and self._fresh >= self._ranks.keys():  # one look at all ranks, no rank twice
+            compute = {r: s.compute for r, s in self._ranks.items() if s.compute is not None}
+            self._stragglers = self._watch.observe(compute, {r: s.role for r, s in self._ranks.items()})
+            self._fresh.clear()
+        return judge(self._last, self._stragglers, still, len(self._ranks))
