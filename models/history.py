@@ -91,7 +91,7 @@ class History:
         """First and last time of the telemetry, else of events and failures; seconds since the epoch."""
         if self._files:
             self.metrics  # noqa: B018  # names a file that is no telemetry before DuckDB stumbles over it
-            low, high = self._query("SELECT min(time), max(time) FROM telemetry").fetchone() or (None, None)
+            ((low, high),) = self._query("SELECT min(time), max(time) FROM telemetry").fetchall()
             if low is not None:
                 return float(low), float(high)
         stamps = np.concatenate([self.events["time"].to_numpy(float), self.failures["time"].to_numpy(float)])
@@ -139,12 +139,10 @@ class History:
     def _query(self, text: str) -> duckdb.DuckDBPyRelation:
         """A query over `telemetry`, whose `time` is seconds since the epoch."""
         files = [str(f) for f in self._files]
-        view = (
-            "CREATE OR REPLACE TEMP VIEW telemetry AS SELECT * REPLACE (epoch_us(time) / 1e6 AS time) "
-            f"FROM read_parquet({files!r}, union_by_name = true, hive_partitioning = false)"  # noqa: S608  # own paths
-        )
+        source = f"read_parquet({files!r}, union_by_name = true, hive_partitioning = false)"
+        view = f"SELECT * REPLACE (epoch_us(time) / 1e6 AS time) FROM {source}"  # noqa: S608  # our own paths
         try:
-            self._connection.execute(view)
+            self._connection.execute(f"CREATE OR REPLACE TEMP VIEW telemetry AS {view}")
             return self._connection.sql(text)
         except duckdb.Error as error:
             raise InputError(f"{self.path / 'telemetry'}: cannot be read: {error}") from error
