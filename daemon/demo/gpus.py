@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from forewarn.collectors.base import Device, Event, Reading, Sample
 
 MODEL = "NVIDIA H100 80GB HBM3"
-WEAR_GROWTH_S = 8.0
+WEAR_GROWTH_S = 6.0
 """Corrected errors grow e-fold in this time once the wear has begun."""
-FIRST_REMAP_S = 22.0
-SPARES_OUT_S = 40.0
-FATAL_S = 75.0
+FIRST_REMAP_S = 14.0
+SPARES_OUT_S = 26.0
+FATAL_S = 60.0
 BANKS = 640
+MOST_ERRORS_HZ = 400.0
 
 
 @dataclass
@@ -57,6 +58,7 @@ class SimulatedFleet:
     def poll(self, node: str, time: float) -> Reading:
         """Readings and events of one node at `time` (seconds since the epoch)."""
         reading = Reading(samples=[], events=[], devices=[])
+        reading.devices.append(Device("", "node", model="simulated host", simulated=True))
         for gpu in self._gpus[node]:
             self._poll_gpu(gpu, time, reading)
         return reading
@@ -114,8 +116,10 @@ class SimulatedFleet:
         )
 
     def _wear(self, gpu: _Gpu, age_s: float, passed_s: float, reading: Reading) -> None:
+        if "fatal" in gpu.told:
+            return  # the job on it has ended: nothing reads the worn rows any more
         rate = 0.5 * math.exp(min(age_s, FATAL_S) / WEAR_GROWTH_S)
-        gpu.corrected += min(rate, 400.0) * passed_s
+        gpu.corrected += min(rate, MOST_ERRORS_HZ) * passed_s
         if age_s >= FIRST_REMAP_S:
             gpu.remapped = 1 + int((age_s - FIRST_REMAP_S) / 12)
             self._tell(

@@ -94,47 +94,73 @@ function askToken(hadOne, method) {
   return asking;
 }
 
-// Calls `onChange(kind)` when something changed; `onState` hears live, polling or lost.
+// Calls `onChange(kind)` when something changed; `onState` hears live or polling.
+// A page that nobody looks at gives its stream up: browsers allow six connections to a host, tabs taken together.
 export function follow(onChange, onState) {
   let lastWord = 0;
   let failures = 0;
+  let abort = null;
+  let again = 0;
+
   async function stream() {
+    clearTimeout(again);
+    if (abort || document.hidden) return;
+    const mine = new AbortController();
+    abort = mine;
+    const watchdog = setInterval(() => {
+      if (Date.now() - lastWord > QUIET_MS) mine.abort();
+    }, 5000);
+    lastWord = Date.now();
     try {
-      const answer = await fetch("v1/stream", { headers: { ...headers(), Accept: "text/event-stream" }, cache: "no-store" });
+      const answer = await fetch("v1/stream", { headers: { ...headers(), Accept: "text/event-stream" }, cache: "no-store", signal: mine.signal });
       if (!answer.ok || !(answer.headers.get("content-type") || "").startsWith("text/event-stream")) throw new Error("no stream");
       failures = 0;
-      lastWord = Date.now();
       onState("live");
       onChange("reconnected");
-      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-      const watchdog = setInterval(() => {
-        if (Date.now() - lastWord > QUIET_MS) reader.cancel();
-      }, 5000);
-      let rest = "";
-      try {
-        for (;;) {
-          const { value, done } = await reader.read();
-          if (done) break;
-          lastWord = Date.now();
-          const blocks = (rest + value.replaceAll("\r\n", "\n")).split("\n\n");
-          rest = blocks.pop();
-          for (const block of blocks) {
-            const kind = block.split("\n").find((line) => line.startsWith("event:"));
-            if (block.split("\n").some((line) => line.startsWith("data:"))) onChange(kind ? kind.slice(6).trim() : "message");
-          }
-        }
-      } finally {
-        clearInterval(watchdog);
-      }
+      await read(answer.body, (kind) => {
+        lastWord = Date.now();
+        onState("live");
+        if (kind) onChange(kind);
+      });
     } catch {
       // Falls through to polling; the next round tries the stream again.
+    } finally {
+      clearInterval(watchdog);
+      mine.abort();
+      abort = null;
     }
+    lastWord = 0;
+    if (document.hidden) return;
     failures += 1;
     onState("polling");
-    setTimeout(stream, Math.min(30000, 1000 * 2 ** Math.min(failures, 5)));
+    again = setTimeout(stream, Math.min(30000, 500 * 2 ** Math.min(failures, 6)));
   }
+
+  const leave = () => abort?.abort();
+  document.addEventListener("visibilitychange", () => (document.hidden ? leave() : stream()));
+  addEventListener("pagehide", leave);
+  addEventListener("pageshow", stream);
+  addEventListener("online", stream);
   stream();
   setInterval(() => {
     if (Date.now() - lastWord > POLL_MS) onChange("poll");
   }, POLL_MS);
+}
+
+// Server-sent events of a body: `onEvent(kind)` for each, with null for a sign of life without content.
+async function read(body, onEvent) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    onEvent(null);
+    const blocks = (rest + value.replaceAll("\r\n", "\n")).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const lines = block.split("\n");
+      const kind = lines.find((line) => line.startsWith("event:"));
+      if (lines.some((line) => line.startsWith("data:"))) onEvent(kind ? kind.slice(6).trim() : "message");
+    }
+  }
 }

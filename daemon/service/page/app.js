@@ -35,6 +35,7 @@ function route() {
   const [section, subject] = location.hash.replace(/^#\/?/, "").split(/\/(.*)/s);
   if (view && view.close) view.close();
   main.replaceChildren();
+  main.setAttribute("aria-busy", "true");
   const id = subject ? decodeURIComponent(subject) : "";
   if (section === "device" && id) view = deviceView(main, id);
   else if (section === "node" && id) view = nodeView(main, id);
@@ -66,6 +67,7 @@ async function refresh() {
   const shown = view;
   try {
     if (shown) await shown.refresh();
+    if (shown === view) main.removeAttribute("aria-busy");
     tell(state === "lost" ? "polling" : state);
     main.querySelector(".trouble")?.remove();
   } catch (error) {
@@ -81,6 +83,7 @@ async function refresh() {
 }
 
 function trouble(error) {
+  main.removeAttribute("aria-busy");
   if (error.status === 0) tell("lost");
   const text = error.status === 0 ? "The service does not answer. What is shown may be old; it is asked again every few seconds." : error.status === 404 ? "The service knows nothing of this." : error.message;
   const box = main.querySelector(".trouble") || h("p", { class: "trouble", role: "alert" });

@@ -124,12 +124,14 @@ function reasonsCard(device) {
 }
 
 function historyCard(device, events) {
-  const history = device.history || [];
+  // The service keeps a point a minute; the risk shown above is the newest.
+  const kept = device.history || [];
+  const history = device.risk && Object.keys(device.risk).length ? [...kept, { time: Date.now() / 1000, risk: device.risk }] : kept;
   const horizons = Object.keys(device.risk || {}).sort((a, b) => a - b);
   const lines = horizons.map((horizon) => ({ name: horizonName(horizon), points: history.map((row) => [seconds(row.time), valueOf(row, horizon)]) }));
   const marks = events.filter((event) => event.severity === "critical").map((event) => seconds(event.time));
-  if (!history.length) return card("Risk over time", null, empty("No history yet: it grows with every scoring cycle."));
-  return card("Risk over time", h("span", { class: "note" }, `${history.length} cycles; dashed red: critical events`), h("div", { class: "body" }, lineKeys(lines.map((line) => line.name)), lineChart(lines, { name: "Chance of failure", show: percent, low: 0, high: 1, width: document.getElementById("main").clientWidth - 75, height: 170, marks })));
+  if (!history.length) return card("Risk over time", null, empty("No history yet: it grows by a point a minute."));
+  return card("Risk over time", h("span", { class: "note" }, "a point a minute; red marks: critical events"), h("div", { class: "body" }, lineKeys(lines.map((line) => line.name)), lineChart(lines, { name: "Chance of failure", show: percent, low: 0, high: 1, width: document.getElementById("main").clientWidth - 75, height: 170, marks })));
 }
 
 function valueOf(row, horizon) {
@@ -147,7 +149,7 @@ function metricsCard(device, events) {
   const order = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
   names.sort((a, b) => order(a) - order(b) || a.localeCompare(b));
   const marks = events.filter((event) => event.severity === "critical").map((event) => seconds(event.time));
-  const charts = names.map((name) => lineChart([{ name, points: pointsOf(series.get(name)) }], { name: metricName(name) + (name.endsWith("_total") ? ", increase" : ""), show: (value) => metricValue(name, value), marks }));
+  const charts = names.map((name) => lineChart([{ name, points: pointsOf(series.get(name)) }], { name: metricName(name) + (name.endsWith("_total") ? ", per hour" : ""), show: (value) => metricValue(name, value), marks }));
   const rest = Object.keys(latest)
     .filter((name) => !names.includes(name))
     .sort();

@@ -44,7 +44,10 @@ export class Heatmap {
 
   show(items) {
     const groups = new Map();
+    const equipped = new Set(items.filter((item) => item.kind !== "node").map((item) => item.node));
     for (const item of items) {
+      // A host that is well is not a cell of its own beside its devices.
+      if (item.kind === "node" && item.level === "healthy" && equipped.has(item.node)) continue;
       if (!groups.has(item.node)) groups.set(item.node, []);
       groups.get(item.node).push(item);
     }
