@@ -35,7 +35,8 @@ class Child:
         self._bell, bell = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(bell)],
+                # -P: nothing is imported from the working directory.
+                [sys.executable, "-P", "-m", MODULE, str(bell)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

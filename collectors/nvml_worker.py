@@ -47,6 +47,7 @@ WANTED_EVENTS = 0x8 | 0x2 | 0x100 | 0x200 | 0x400 | 0x800 | 0x1000 | 0x2000 | 0x
 """XID, double bit ECC, MIG change, single bit storm, DRAM retirement and its failure, poison, GPU unavailable,
 recovery action. Single bit errors are counted by the counters; clock and state changes are no trouble."""
 TIMEOUT = 10
+GPU_IS_LOST = 15
 RING_BYTES = 32 << 10
 
 
@@ -165,7 +166,10 @@ class Worker:
             try:
                 data = nvml.nvmlEventSetWait_v2(self._event_set, EVENT_WAIT_MS)
             except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
-                if code_of(error) != TIMEOUT:
+                code = code_of(error)
+                if code == GPU_IS_LOST:
+                    self._listen()  # to those that are left; the lost one can not be registered
+                if code != TIMEOUT:
                     self._clock.sleep(EVENT_WAIT_MS / 1000)  # the main thread finds out what it means
                 continue
             self._pipe.send(self._notice(data))
@@ -179,7 +183,11 @@ class Worker:
             return
 
     def _listen(self) -> None:
+        """Register for the events of every GPU that allows it."""
         try:
+            if self._event_set is not None:
+                nvml.nvmlEventSetFree(self._event_set)
+            self._event_set = None
             events = nvml.nvmlEventSetCreate()
         except nvml.NVMLError:
             return

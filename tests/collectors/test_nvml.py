@@ -392,6 +392,26 @@ def test_events_of_a_session_that_ends_are_not_lost(bench: Bench) -> None:
     assert ("gpu0", "xid", "119") in kinds(bench.again(collector).events)
 
 
+def test_a_lost_gpu_does_not_end_the_events_of_the_others(bench: Bench) -> None:
+    driver = bench.driver(2)
+    collector = bench.collector(driver)
+    collector.collect()
+    driver.remove(1)
+    driver.fail("nvmlEventSetWait_v2", 15)
+    created = driver.calls("nvmlEventSetCreate")
+    limit = time.monotonic() + 20
+    while driver.calls("nvmlEventSetCreate") == created:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    driver.fail("nvmlEventSetWait_v2", 0)
+    waits = driver.calls("nvmlEventSetWait_v2")
+    while driver.calls("nvmlEventSetWait_v2") == waits:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    driver.xid(0, 119)
+    assert ("gpu0", "xid", "119") in kinds(bench.until_events(collector, 2))
+
+
 def test_repeats_become_one_event_with_a_count(bench: Bench) -> None:
     driver = bench.driver()
     collector = bench.collector(driver)
