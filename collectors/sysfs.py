@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 MAX_READ_BYTES = 1_048_576
+READ_BYTES = 65_536
 
 
 def read_text(path: Path) -> str | None:
     """The stripped text of a small file, None when it cannot be read."""
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_READ_BYTES).decode("utf-8", "replace").strip()
+        fd = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC
+        )  # a third of the cost of open(): hundreds are read a poll
     except (OSError, ValueError):
         return None
+    try:
+        parts = []
+        size = 0
+        while size < MAX_READ_BYTES and (part := os.read(fd, READ_BYTES)):
+            parts.append(part)
+            size += len(part)
+        return b"".join(parts).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
 
 
 def read_number(path: Path) -> float | None:
