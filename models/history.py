@@ -104,6 +104,27 @@ class History:
         """Rows of telemetry."""
         return sum(_rows(f) for f in self._files)
 
+    @cached_property
+    def device_count(self) -> int:
+        """Distinct devices in the telemetry, else in devices.parquet."""
+        if not self._files:
+            return len(self.devices)
+        ((count,),) = self._query("SELECT approx_count_distinct(device) FROM telemetry").fetchall()
+        return int(count)
+
+    @cached_property
+    def interval_s(self) -> float:
+        """Usual seconds between two readings of a device: the median over some devices. NaN without telemetry."""
+        if not self._files:
+            return float("nan")
+        text = (
+            "SELECT median(gap) FROM (SELECT time - lag(time) OVER (PARTITION BY device ORDER BY time) AS gap "
+            "FROM telemetry WHERE device IN (SELECT DISTINCT device FROM telemetry ORDER BY hash(device) LIMIT 50)) "
+            "WHERE gap > 0"
+        )
+        ((gap,),) = self._query(text).fetchall()
+        return float("nan") if gap is None else float(gap)
+
     def slices(self, step_s: float, start: float | None = None, end: float | None = None) -> Iterator[Slice]:
         """Telemetry in slices of time that follow each other; each is a whole number of `step_s` long (aligned to the
         epoch) and holds about ROWS_AT_ONCE rows."""
