@@ -126,10 +126,14 @@ def _past(v: View, count: _Count, short: str, long: str) -> Singles:
     """What the long window less the short one makes one expect of the short one; NaN with less past than present."""
     windows = v.scheme.windows
     a, b = windows[v.scheme.window(short)], windows[v.scheme.window(long)]
-    width = v.scheme.levels[b.level].width_s
-    past_s = count.known[long] * width - np.float32(a.seconds)
+    width_a, width_b = v.scheme.levels[a.level].width_s, v.scheme.levels[b.level].width_s
+    # The bucket under way is covered so far; of a window that began within a bucket, half of that one is taken.
+    present_s = (a.buckets - 1) * width_a + v.now % width_a
+    known = count.known[long]
+    covered_s = (known - 1) * width_b + v.now % width_b - np.where(known < b.buckets, width_b / 2, 0)
+    past_s = covered_s - present_s
     rate = (count.increase[long] - np.nan_to_num(count.increase[short])) / past_s
-    return np.where(past_s >= a.seconds, np.maximum(rate, 0) * a.seconds, np.nan).astype(np.float32)
+    return np.where(past_s >= present_s, np.maximum(rate, 0) * present_s, np.nan).astype(np.float32)
 
 
 def _increases(c: Columns, v: View, name: str, count: _Count) -> None:
