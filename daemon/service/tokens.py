@@ -122,11 +122,15 @@ class TokenBook:
             now = self._clock.now()
             return sum(1 for r in self._rows.values() if r.expires is None or r.expires > now)
 
-    def stale(self, text: str) -> bool:
-        """Whether the table should be read before `text` is judged: it is old, or does not hold this token."""
+    def refresh_in_s(self, text: str) -> float | None:
+        """When the table should be read before `text` is judged: None not at all, 0 now, else in so many seconds.
+
+        A token that was made a moment ago must hold, yet a flood of wrong ones must not become a flood of queries.
+        """
         age_s = self._clock.monotonic() - self._read_at
-        limit_s = REFRESH_INTERVAL_S if _identity(text) in self._rows else MISS_INTERVAL_S
-        return age_s >= limit_s
+        if _identity(text) in self._rows:
+            return 0.0 if age_s >= REFRESH_INTERVAL_S else None
+        return max(0.0, MISS_INTERVAL_S - age_s)
 
     def find(self, text: str) -> Principal | None:
         """Whose token this is; None when it is unknown, revoked or expired."""
