@@ -65,9 +65,10 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Batch)
 
 
-def pack_samples(time: float, samples: Iterable[Sample]) -> Frame:
-    """Pack samples of one sweep into a frame. Labelled samples and non-finite values are left out:
-    labels are for the node's own /metrics, and a value that is no number was never reported."""
+def pack_samples(time: float, samples: Iterable[Sample], node: str = "") -> Frame:
+    """Pack samples of one sweep into a frame; `node` is put before local device ids. Labelled samples and
+    non-finite values are left out: labels are for the node's own /metrics, and a value that is no number was
+    never reported."""
     kept = [s for s in samples if not s.labels and math.isfinite(s.value)]
     devices = list(dict.fromkeys(s.device for s in kept))
     metrics = list(dict.fromkeys(s.metric for s in kept))
@@ -78,6 +79,8 @@ def pack_samples(time: float, samples: Iterable[Sample]) -> Frame:
         cells[row[s.device] * len(metrics) + column[s.metric]] = s.value
     if sys.byteorder == "big":
         cells.byteswap()
+    if node:
+        devices = [full_id(node, device) for device in devices]
     return Frame(time=time, devices=devices, metrics=metrics, values=cells.tobytes())
 
 

@@ -24,6 +24,8 @@ DEVICES_EVERY_S = 600.0
 FORGET_MISSING_S = 24 * 3600.0
 FORGET_VALUE_S = 3600.0
 """A value is never shown for longer than this without being read again."""
+SWEEP_S = 10.0
+"""How often values and metrics are looked over for what has stayed away."""
 STALE_INTERVALS = 3.0
 """A metric that stayed away for this many of its own intervals is missing."""
 MAX_PENDING_EVENTS = 20_000
@@ -64,6 +66,10 @@ class _Source:
     present: dict[str, _Presence] = field(default_factory=dict)
     metrics: dict[tuple[str, str], _Presence] = field(default_factory=dict)
     devices: dict[str, Device] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
+    """Metrics that each GPU lacks, as of `counted`."""
+    counted: float = 0.0
+    swept: float = 0.0
 
 
 class Intake:
@@ -121,8 +127,7 @@ class Intake:
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """Queue one frame of the agent's own samples, taken now."""
-        full = (Sample(wire.full_id(self.node, s.device), s.metric, s.value, s.labels) for s in samples)
-        frame = wire.pack_samples(self._clock.now(), full)
+        frame = wire.pack_samples(self._clock.now(), samples, self.node)
         if frame.devices:
             self._frames.append(frame)
 
@@ -147,19 +152,36 @@ class Intake:
     def _keep_latest(self, source: _Source, samples: list[Sample], now: float) -> None:
         """New values replace old ones. A device without any is gone. A metric that came with other labels has lost
         the old ones (a link, a verdict); one that did not come stays until it is missing by its own habit."""
-        fresh: dict[str, _Values] = {}
-        for s in samples:
-            key = (s.metric, tuple(sorted(s.labels.items())))
-            fresh.setdefault(s.device, {})[key] = (s.value, now)
-        for device, values in fresh.items():
-            names = {metric for metric, _ in values}
-            for (metric, labels), (value, seen) in source.values.get(device, {}).items():
-                presence = source.metrics.get((device, metric))
-                stays = presence is not None and not presence.is_missing(now) and now - seen < FORGET_VALUE_S
-                if stays and metric not in names:
-                    values[metric, labels] = (value, seen)
+        values = source.values
+        fresh: set[str] = set()
+        labelled: set[tuple[str, str]] = set()
         with self._lock:
-            source.values = fresh
+            for s in samples:
+                fresh.add(s.device)
+                labels: Labels = ()
+                if s.labels:
+                    labels = tuple(sorted(s.labels.items()))
+                    labelled.add((s.device, s.metric))
+                values.setdefault(s.device, {})[s.metric, labels] = (s.value, now)
+            for device in values.keys() - fresh:
+                del values[device]
+            for device, metric in labelled:
+                of = values[device]
+                for key in [k for k, (_, seen) in of.items() if k[0] == metric and seen != now]:
+                    del of[key]
+            if now - source.swept >= SWEEP_S:
+                source.swept = now
+                self._sweep(source, now)
+
+    @staticmethod
+    def _sweep(source: _Source, now: float) -> None:
+        """Take away values that have stayed away for too long."""
+        for device, of in source.values.items():
+            for key, (_, seen) in list(of.items()):
+                presence = source.metrics.get((device, key[0]))
+                missing = presence is not None and seen != now and presence.is_missing(now)
+                if missing or now - seen >= FORGET_VALUE_S:
+                    del of[key]
 
     def _presence(
         self, source: _Source, samples: list[Sample], devices: list[Device], now: float
@@ -175,17 +197,20 @@ class Intake:
             if device in gpus:
                 own.append(Sample(device, "gpu_poll_gap_seconds", now - known.last))
             known.see(now)
+        metrics = source.metrics
         for s in samples:
-            seen = source.metrics.get((s.device, s.metric))
+            seen = metrics.get((s.device, s.metric))
             if seen is None:
-                source.metrics[s.device, s.metric] = _Presence(now)
+                metrics[s.device, s.metric] = _Presence(now)
             elif seen.last != now:
                 seen.see(now)
-        missing = dict.fromkeys(gpus, 0)
-        for (device, _), seen in source.metrics.items():
-            if device in missing and seen.is_missing(now):
-                missing[device] += 1
-        own += [Sample(device, "gpu_metrics_missing", count) for device, count in missing.items()]
+        if gpus != source.missing.keys() or now - source.counted >= SWEEP_S:
+            source.counted = now
+            source.missing = dict.fromkeys(gpus, 0)
+            for (device, _), seen in metrics.items():
+                if device in gpus and seen.is_missing(now):
+                    source.missing[device] += 1
+        own += [Sample(device, "gpu_metrics_missing", count) for device, count in source.missing.items()]
         return own
 
     # Out

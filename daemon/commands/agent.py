@@ -53,8 +53,10 @@ def run(arguments: argparse.Namespace, config: configuration.Config) -> int:
         return 0 if agent.once() else 1
     server = agent_main.serve_metrics(agent)
     agent.on_signals(lambda: _sound(arguments.config))
+    # What is loaded by now stays for good; looking through it again and again is CPU for nothing.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
     agent.run()
     if server is not None:
         server.stop()

@@ -76,7 +76,8 @@ def test_identities_are_kept_when_asked() -> None:
     scrubber.learn([Device("sda", "disk", serial="ZA12BC34"), Device("sdb", "disk", serial="ZA12BC34X")])
     assert scrubber.text("ZA12BC34X is not ZA12BC34") == "serial-000002 is not serial-000001"
     assert (
-        scrubber.text("no 1.2.3 or 0000:3b:00 or 12:34:56 here") == "no 1.2.3 or 0000:3b:00 or 12:34:56 here"
+        scrubber.text("no 1.2.3 or 127.0.0.1 or 0000:3b:00 or 12:34:56 here")
+        == "no 1.2.3 or 127.0.0.1 or 0000:3b:00 or 12:34:56 here"
     )
 
 
