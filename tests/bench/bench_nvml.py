@@ -5,10 +5,14 @@ CPU time of the agent's side and of its child process together, by the kernel's 
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ ROUNDS = {"fast": 400, "all": 120}
 POLL_BUDGET_MS = 20.0
 RATIO_BUDGET = 1.5
 RESIDENT_BUDGET_MB = 60.0
+PEER_S = 4.0
 STEP_S = {"fast": 0.001, "all": 1000.0}
 
 BARE = """
@@ -136,6 +141,41 @@ def bare(driver: SimulatedDriver, tiers: str) -> tuple[float, dict[str, float]]:
         return used, difference(driver, calls, ROUNDS[tiers])
 
 
+def peer(driver: SimulatedDriver) -> tuple[float, int] | None:
+    """nvitop-exporter on the same driver: CPU milliseconds an update (its GPU and host metrics; it has no switch for
+    either), and how many GPU samples its page has. None when it is not installed."""
+    program = shutil.which(
+        "nvitop-exporter", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    )
+    if program is None:
+        return None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [program, "--bind-address", "127.0.0.1", "--port", str(port), "--interval", "0.25"]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver.library.parent)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            call = "nvmlDeviceGetPowerUsage"
+            start = counts(driver)[call]
+            limit = time.monotonic() + 60
+            while counts(driver)[call] < start + 3 * GPUS:
+                if time.monotonic() > limit or process.poll() is not None:
+                    return None
+                time.sleep(0.1)
+            calls, cpu = counts(driver)[call], cpu_of(process.pid)
+            time.sleep(PEER_S)
+            updates = (counts(driver)[call] - calls) / GPUS
+            used_ms = (cpu_of(process.pid) - cpu) * 1e3
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+                lines = page.read().decode().splitlines()
+        finally:
+            process.terminate()
+    return used_ms / updates, sum(line.startswith(("gpu_", "process_gpu_")) for line in lines)
+
+
 def counts(driver: SimulatedDriver) -> dict[str, int]:
     return {name: sum(driver.calls(name, slot) for slot in range(GPUS)) for name in CALLS}
 
@@ -184,6 +224,12 @@ def run() -> list[dict[str, Any]]:
                     lambda r: r <= RATIO_BUDGET,
                 )
             )
+        other = peer(driver)
+        if other is not None:
+            peer_ms, peer_samples = other
+            words = f"nvitop-exporter with {peer_samples} GPU samples and its host metrics"
+            name = f"nvml poll, all tiers, {samples} samples, against {words}"
+            rows.append(row(name, ours_ms, "ms", peer_ms, peer_ms, lambda v: v < peer_ms))
         rows.append(
             row(
                 "nvml child process: resident",

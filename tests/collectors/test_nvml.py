@@ -861,6 +861,40 @@ def test_hundreds_of_polls_leave_no_files_open(bench: Bench) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
+@pytest.mark.slow
+def test_a_simulated_day_does_not_grow(bench: Bench) -> None:
+    """24 hours of polls at the default interval: memory of both sides, threads and files stay where they are."""
+    driver = bench.driver(8)
+    collector = bench.collector(driver)
+
+    def footprint() -> tuple[int, int, int, int]:
+        assert collector._child is not None
+        child = Path(f"/proc/{collector._child.pid}")
+        files = len(list(Path("/proc/self/fd").iterdir())), len(list((child / "fd").iterdir()))
+        return (
+            resident_kb(child),
+            resident_kb(Path("/proc/self")),
+            sum(files),
+            len(list((child / "task").iterdir())),
+        )
+
+    for _ in range(2000):
+        bench.again(collector)
+    child_kb, own_kb, files, threads = footprint()
+    for poll in range(int(24 * 3600 / POLL_S) - 2000):
+        if poll % 100 == 0:
+            driver.xid(poll // 100 % 8, 31)
+        bench.again(collector)
+    child_after_kb, own_after_kb, files_after, threads_after = footprint()
+    assert (files_after, threads_after) == (files, threads)
+    assert child_after_kb < child_kb + 512 and own_after_kb < own_kb + 2048
+    assert driver.calls("nvmlInitWithFlags") == 1
+
+
+def resident_kb(process: Path) -> int:
+    return int((process / "status").read_text().split("VmRSS:")[1].split()[0])
+
+
 def test_every_event_kind_is_in_the_catalog() -> None:
     text = "".join(path.read_text() for path in Path(__file__).parents[2].glob("collectors/nvml*.py"))
     for kind in (

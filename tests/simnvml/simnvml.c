@@ -206,12 +206,10 @@ nvmlReturn_t nvmlSystemGetNVMLVersion(char *out, unsigned size) {
   nvmlReturn_t r = enter(C_nvmlSystemGetNVMLVersion);
   return r ? r : get_text(loaded_version, out, size);
 }
-nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *out) {
-  nvmlReturn_t r = enter(C_nvmlSystemGetCudaDriverVersion_v2);
-  NEED(out);
-  if (!r) *out = 12080;
-  return r;
-}
+#define CUDA_CALL(call) \
+  nvmlReturn_t call(int *out) { nvmlReturn_t r = enter(C_##call); NEED(out); if (!r) *out = 12080; return r; }
+CUDA_CALL(nvmlSystemGetCudaDriverVersion)
+CUDA_CALL(nvmlSystemGetCudaDriverVersion_v2)
 nvmlReturn_t nvmlDeviceGetCount_v2(unsigned *out) {
   nvmlReturn_t r = enter(C_nvmlDeviceGetCount_v2);
   NEED(out);
@@ -545,6 +543,12 @@ UINT_CALL(nvmlDeviceGetRetiredPagesPendingStatus, V_retired_pending)
 /* ---- links and modes ---- */
 
 UINT_CALL(nvmlDeviceGetPcieReplayCounter, V_pcie_replay)
+nvmlReturn_t nvmlDeviceGetPcieThroughput(nvmlDevice_t device, unsigned counter, unsigned *out) {
+  GPU(nvmlDeviceGetPcieThroughput);
+  NEED(out && counter < 2);
+  *out = 0; /* KB/s: nothing is sent here */
+  return OK;
+}
 UINT_CALL(nvmlDeviceGetCurrPcieLinkGeneration, V_pcie_gen)
 UINT_CALL(nvmlDeviceGetCurrPcieLinkWidth, V_pcie_width)
 UINT_CALL(nvmlDeviceGetMaxPcieLinkGeneration, V_pcie_gen_max)
