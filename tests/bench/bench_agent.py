@@ -1,7 +1,7 @@
 """What the agent costs at rest: CPU share and memory, with every collector on, on a simulated 8-GPU driver.
 
-The floor is a bare program that makes the same NVML calls through pynvml as often as the agent made them in the window,
-and does nothing with the answers.
+The floor is a bare program that makes the same NVML calls through pynvml as often as the agent made them in the window:
+in one go, with warm caches, and with nothing done with the answers. All else the agent does stands above it.
 """
 
 from __future__ import annotations
