@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 WAIT_S = 150.0
+COURSE_S = 330.0
+"""Until the fatal event has come and a few points of the risk's course (one a minute) are there."""
+POINTS = 4
 READY = "return document.querySelector('main:not([aria-busy]) .card') !== null"
 SIZES = {"wide": (1360, 900), "tablet": (820, 1100), "phone": (390, 844)}
 
@@ -94,6 +97,16 @@ def wait_for_protection(url: str, demo: subprocess.Popen[bytes]) -> dict[str, An
     raise SystemExit(f"no protection within {WAIT_S:g} s")
 
 
+def wait_for_course(url: str, device: str) -> None:
+    """Something to look at: the whole story of the device."""
+    end = time.monotonic() + COURSE_S
+    while time.monotonic() < end:
+        shown = get(f"{url}/v1/risk/{device}")
+        if shown["level"] == "critical" and len(shown["history"]) >= POINTS:
+            return
+        threading.Event().wait(2)
+
+
 def take_all(url: str, device: str) -> None:
     """Every picture of the page."""
     profile = Path(tempfile.mkdtemp(prefix="forewarn-chromium-"))
@@ -132,7 +145,9 @@ def main() -> int:
     command = [sys.executable, "-m", "forewarn.daemon.cli", "demo", "--port", str(arguments.port)]
     demo = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        take_all(url, wait_for_protection(url, demo)["device"])
+        device = wait_for_protection(url, demo)["device"]
+        wait_for_course(url, device)
+        take_all(url, device)
     finally:
         demo.send_signal(signal.SIGTERM)
         demo.wait()

@@ -11,7 +11,7 @@ export function lineChart(lines, options) {
   const width = Math.max(260, options.width || 320);
   const points = lines.flatMap((line) => line.points).filter(([, value]) => value !== null && Number.isFinite(value));
   const last = lines.map((line) => [...line.points].reverse().find(([, value]) => value !== null)).find(Boolean);
-  const caption = h("figcaption", {}, options.name, last ? h("b", {}, options.show(last[1])) : null);
+  const caption = h("figcaption", {}, options.name, last && lines.length === 1 ? h("b", {}, options.show(last[1])) : null);
   if (points.length < 1) return h("figure", { class: "chart" }, caption, h("p", { class: "muted" }, "Not reported."));
   const times = points.map(([time]) => time);
   const values = points.map(([, value]) => value);

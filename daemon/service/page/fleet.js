@@ -19,6 +19,8 @@ export function fleetView(main) {
   const risky = h("div", {});
   const protections = h("div", {});
   const events = h("div", {});
+  const late = card("Latest events", h("span", { class: "end" }, h("a", { href: "#/events" }, "All events")), events);
+  late.classList.add("late");
   const heatNote = h("span", { class: "note" });
   main.append(
     h("div", { class: "head" }, h("h1", {}, "Fleet")),
@@ -30,7 +32,7 @@ export function fleetView(main) {
         "div",
         { class: "stack" },
         h("section", { class: "card", "aria-label": "Heat map" }, h("header", {}, h("h2", {}, "Risk by device"), heatNote, h("span", { class: "end" }, legend())), heat.box, heat.info),
-        card("Latest events", h("span", { class: "end" }, h("a", { href: "#/events" }, "All events")), events),
+        late,
       ),
       h("div", { class: "stack" }, card("Needs attention", h("span", { class: "end" }, h("a", { href: "#/devices" }, "All devices")), risky), card("Protections", h("span", { class: "end" }, h("a", { href: "#/jobs" }, "Jobs and protections")), protections)),
     ),
