@@ -114,6 +114,10 @@ def _count(v: View, signals: Sequence[str]) -> _Count:
     """Counters together: increases added, the best known one says how much of a window is known."""
     increase, known = {}, {}
     for w in v.scheme.windows:
+        if len(signals) == 1:
+            increase[w.name] = v.window(signals[0], w.name, SUM)
+            known[w.name] = v.window(signals[0], w.name, KNOWN)
+            continue
         parts = np.stack([v.window(s, w.name, SUM) for s in signals])
         seen = np.stack([v.window(s, w.name, KNOWN) for s in signals])
         none = np.isnan(parts).all(axis=0)

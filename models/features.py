@@ -521,11 +521,9 @@ class FeatureEngine:
         for key, value in expected.items():
             if header.get(key) != value:
                 raise snapshot.other_version(path, key)
-        engine._grow(len(header["names"]))
-        for name in vars(engine._rings):
-            getattr(engine._rings, name)[:] = arrays[f"rings.{name}"]
-        for name in vars(engine._places):
-            getattr(engine._places, name)[:] = arrays[f"places.{name}"]
+        engine._rings = Rings(**{n: arrays[f"rings.{n}"] for n in vars(engine._rings)})
+        engine._places = _Places(**{n: arrays[f"places.{n}"] for n in vars(engine._places)})
+        engine._capacity = len(header["names"])
         engine.now = -np.inf if header["now"] is None else header["now"]
         engine._names = header["names"]
         engine._row = {n: i for i, n in enumerate(engine._names) if n}

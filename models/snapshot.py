@@ -18,6 +18,7 @@ from forewarn.collectors.errors import StorageError
 
 MAGIC = b"forewarn-state-1\n"
 DIGEST_BYTES = 32
+PART_BYTES = 64 * 1024 * 1024
 
 
 class _Hashing:
@@ -31,10 +32,19 @@ class _Hashing:
         self.digest.update(data)
         return self._stream.write(data)
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int) -> bytes:
         data = self._stream.read(size)
         self.digest.update(data)
         return data
+
+    def fill(self, array: NDArray[Any]) -> None:
+        """Read an array's bytes into it, part by part: states are too large to hold twice."""
+        flat = array.reshape(-1).view(np.uint8)
+        for start in range(0, len(flat), PART_BYTES):
+            part = flat[start : start + PART_BYTES].data
+            if self._stream.readinto(part) != len(part):  # type: ignore[attr-defined]  # BinaryIO does not declare it
+                raise ValueError("cut short")
+            self.digest.update(part)
 
 
 def other_version(path: Path, what: str) -> StorageError:
@@ -84,11 +94,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
                 kind = np.dtype(dtype)
                 if kind.hasobject:
                     raise ValueError("holds objects")
-                bytes_of_it = int(np.prod(shape)) * kind.itemsize
-                if bytes_of_it > size:
+                if int(np.prod(shape)) * kind.itemsize > size:
                     raise ValueError("cut short")
-                data = bytearray(stream.read(bytes_of_it))
-                arrays[name] = np.frombuffer(data, kind).reshape(shape)
+                arrays[name] = np.empty(shape, kind)
+                stream.fill(arrays[name])
             if file.read() != stream.digest.digest():
                 raise ValueError("the checksum differs")
     except (OSError, ValueError, KeyError, TypeError) as error:
