@@ -116,8 +116,7 @@ class Stage:
                 self.story.step(
                     "host_reported",
                     "agent",
-                    f"this host, {self._host_node}, reports {node.get('devices', 0)} device(s) of its own; "
-                    "they are real",
+                    f"this host, {self._host_node}, reports for itself: real readings beside the simulated ones",
                 )
         simulated = [node for node in nodes if node.get("simulated")]
         if len(simulated) >= NODES:

@@ -70,6 +70,6 @@ def run() -> list[dict[str, Any]]:
     ]
 
 
-def _take(agent: socket.socket) -> None:
+def _take(agent: socket.socket) -> bytes:
     """Keep the queue empty, as a listening agent does; part of both figures."""
-    agent.recv(4096)
+    return agent.recv(4096)
