@@ -20,6 +20,8 @@ from forewarn.daemon.agent.logs import log
 
 RETRY_UNAVAILABLE_S = 60.0
 """A source that cannot be read here is tried again this often (or at its own interval, if longer)."""
+RETRY_SOON_FOR_S = 600.0
+"""A source that was well a moment ago is tried at its own interval for so long: a hung driver often comes back."""
 MAX_WAIT_S = 3600.0
 
 Kind = Literal["reading", "unavailable", "failed", "silent"]
@@ -232,8 +234,11 @@ class Scheduler:
         slot.errors += 1
         unavailable = isinstance(error, UnavailableError)
         text = str(error) if unavailable else f"{type(error).__name__}: {error}"
+        retry_s = slot.interval_s
+        if slot.last_good is None or now - slot.last_good > RETRY_SOON_FOR_S:
+            retry_s = max(RETRY_UNAVAILABLE_S, slot.interval_s)
         if unavailable:
-            slot.due = max(slot.due, now + max(RETRY_UNAVAILABLE_S, slot.interval_s))
+            slot.due = max(slot.due, now + retry_s)
         if text != slot.said:
             slot.said = text
             if unavailable:
@@ -242,7 +247,7 @@ class Scheduler:
                     "collector_unavailable",
                     collector=slot.name,
                     reason=text,
-                    retry_s=max(RETRY_UNAVAILABLE_S, slot.interval_s),
+                    retry_s=retry_s,
                 )
             else:
                 log(logging.ERROR, "collector_failed", collector=slot.name, reason=text, exc_info=error)

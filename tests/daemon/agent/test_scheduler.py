@@ -94,6 +94,16 @@ def test_an_unavailable_source_is_logged_once_and_tried_again_later(caplog: pyte
     assert RETRY_UNAVAILABLE_S == 60
 
 
+def test_a_source_that_was_well_is_tried_at_its_own_interval_for_a_while() -> None:
+    clock = ManualClock()
+    source = FakeCollector("nvml", Reading(), UnavailableError("nvml: the driver does not answer"))
+    s = scheduler(clock, source)
+    while clock.monotonic() <= 1200:
+        s.step()
+        clock.advance(1)
+    assert source.calls == 1 + 60 + 10, "each 10 s for ten minutes, then each minute"
+
+
 def test_an_unexpected_error_ends_neither_the_loop_nor_the_collector(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
