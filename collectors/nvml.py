@@ -103,23 +103,28 @@ class NvmlCollector:
         self._pushed: list[Event] = []
         """Events of the driver that no reading has had yet."""
         self._refused: set[str] = set()
-        self._failure: UnavailableError | None = None
+        self._failure: UnavailableError | CollectionError | None = None
         self._failures = 0
         self._retry_at = 0.0
         self._describe = True
         self._reload_told = False
 
     def collect(self) -> Reading:
-        """Read what is due. Raises UnavailableError when NVML cannot be used here and there is nothing new to tell."""
+        """Read what is due. Silence, a crash of the child, a GPU in trouble are errors in the reading.
+
+        Raises UnavailableError when NVML cannot be opened here and there is nothing new to tell.
+        """
         reading = Reading(samples=[], events=[], devices=[], errors=[])
         self._abandoned = [child for child in self._abandoned if child.status is None]
         failure = self._collect(reading)
         reading.events = coalesce([*reading.events, *self._pushed])
         self._pushed.clear()
-        if failure is not None:
+        if isinstance(failure, UnavailableError):
             if not reading.events and not reading.samples:
                 raise failure
             reading.errors.append(CollectionError(source=self.name, message=str(failure)))
+        elif failure is not None:
+            reading.errors.append(failure)
         return reading
 
     def close(self) -> None:
@@ -133,7 +138,7 @@ class NvmlCollector:
 
     # ---- one poll ----
 
-    def _collect(self, reading: Reading) -> UnavailableError | None:
+    def _collect(self, reading: Reading) -> UnavailableError | CollectionError | None:
         for _ in range(2):  # a session that is found void is opened anew at once
             now = self._clock.monotonic()
             if self._child is not None and self._ready and self._asked_at is None and self._wants_rescan(now):
@@ -146,17 +151,10 @@ class NvmlCollector:
                 if self._serve(reading):
                     return self._judge_silence(reading)
             except ChildGoneError as error:
-                self._end_child()
-                self._fail(
-                    f"nvml: {error}", "if it repeats, look for NVRM lines and crashes in the kernel log"
-                )
-                return self._failure
+                return self._crashed(str(error))
             if self._failure is not None:
                 return self._failure
-        self._fail(
-            "nvml: each session is void as soon as it is opened", "look for NVRM lines in the kernel log"
-        )
-        return self._failure
+        return self._crashed("each session is void as soon as it is opened")
 
     def _serve(self, reading: Reading) -> bool:
         """Talk to the child until the poll is done or late. False when the child was ended and another is needed."""
@@ -182,6 +180,8 @@ class NvmlCollector:
                     until = wait.monotonic() + self._call_deadline_s
             if done is not None:
                 return done
+            if wait.monotonic() > until:  # a storm of events must not keep the poll for ever
+                return True
 
     def _take(self, reply: Reply, reading: Reading) -> bool | None:
         """One message of the child. None: go on listening; True: the poll is over; False: another child is needed."""
@@ -301,19 +301,18 @@ class NvmlCollector:
 
     # ---- silence ----
 
-    def _judge_silence(self, reading: Reading) -> UnavailableError | None:
+    def _judge_silence(self, reading: Reading) -> CollectionError | None:
         """After listening: if an answer is still owed, tell it once, and give the child up when it is owed too long."""
         if self._asked_at is None:
             return None
         self._overdue = True
         owed_s = self._clock.monotonic() - self._asked_at
         if not self._ready and owed_s < self._start_deadline_s and not self._silent:
-            return UnavailableError(
-                "nvml: the driver is being opened and has not answered yet; it is asked again"
+            return CollectionError(
+                source=self.name, message="the driver is being opened and has not answered yet"
             )
         device = self._hanging()
         where = f" for {device}" if device else ""
-        text = f"nvml: the driver has not answered{where}"
         if device not in self._silent and "" not in self._silent:
             self._silent.add(device)
             reading.events.append(
@@ -325,13 +324,16 @@ class NvmlCollector:
                     f"NVML has not answered{where} within {self._call_deadline_s:g} s",
                 )
             )
-        if owed_s >= self._abandon_after_s:
-            self._leave(device)
-        return UnavailableError(
-            f"{text} for {max(owed_s, self._call_deadline_s):.0f} s; look for NVRM lines in the kernel log "
-            "and tasks in state D (ps -eo state,pid,cmd), "
-            f"a GPU reset or a reboot may be needed"
+        error = CollectionError(
+            source=self.name,
+            device=device,
+            message=f"the driver has not answered{where}",
+            remedy="look for NVRM lines in the kernel log and tasks in state D (ps -eo state,pid,cmd); "
+            "a GPU reset or a reboot may be needed",
         )
+        if owed_s >= self._abandon_after_s:
+            self._leave(device, error)
+        return error
 
     def _hanging(self) -> str:
         """The GPU that the child is at, empty when it is at none."""
@@ -340,15 +342,14 @@ class NvmlCollector:
         answered = {part.device for part in self._parts}
         return next((name for name in self._order if name not in answered), "")
 
-    def _leave(self, device: str) -> None:
+    def _leave(self, device: str, why: CollectionError) -> None:
         """Give up a child that hangs, and leave the GPU it hangs on alone for a while."""
         now = self._clock.monotonic()
         if device:
             hangs = self._hangs[device] = self._hangs.get(device, 0) + 1
             self._skip_until[device] = now + min(QUARANTINE_MOST_S, QUARANTINE_FIRST_S * 2 ** (hangs - 1))
         else:
-            self._failures += 1
-            self._retry_at = now + self._backoff()
+            self._postpone(why)
         child, self._child = self._child, None
         self._asked_at, self._overdue = None, False
         if child is not None:
@@ -358,16 +359,16 @@ class NvmlCollector:
 
     # ---- the child's life ----
 
-    def _start(self, now: float) -> UnavailableError | None:
+    def _start(self, now: float) -> UnavailableError | CollectionError | None:
         if len(self._abandoned) >= self._max_abandoned:
-            return UnavailableError(
-                f"nvml: {len(self._abandoned)} processes hang in the driver and cannot be killed; no more are started. "
-                "Reboot the node"
+            return CollectionError(
+                source=self.name,
+                message=f"{len(self._abandoned)} processes hang in the driver and cannot be killed; "
+                "no more are started",
+                remedy="reboot the node",
             )
         if now < self._retry_at:
-            return self._failure or UnavailableError(
-                "nvml: the driver does not answer; it is asked again soon"
-            )
+            return self._failure
         self._failure = None
         self._ready = False
         self._started_at = self._asked_at = now
@@ -376,14 +377,9 @@ class NvmlCollector:
             self._child = Child()
             self._child.send(Start(library=self._library, names=self._conditions.names))
         except OSError as error:
-            self._fail(
-                f"nvml: its process cannot be started: {error}", "free memory or processes on the node"
-            )
-            return self._failure
+            return self._crashed(f"the NVML process cannot be started: {error}")
         except ChildGoneError as error:
-            self._end_child()
-            self._fail(f"nvml: {error}", "look for crashes in the kernel log")
-            return self._failure
+            return self._crashed(str(error))
         return None
 
     def _end_child(self) -> None:
@@ -427,9 +423,24 @@ class NvmlCollector:
         return [self._event("", "driver_reloaded", "upgraded", "warning", _MEANINGS[MISMATCH])]
 
     def _fail(self, what: str, remedy: str) -> None:
+        self._postpone(UnavailableError(f"{what}. Way out: {remedy}"))
+
+    def _crashed(self, what: str) -> CollectionError:
+        """The child is gone without a reason of its own."""
+        self._end_child()
+        error = CollectionError(
+            source=self.name,
+            message=what,
+            remedy="if it repeats, look for NVRM lines and crashes in the kernel log",
+        )
+        self._postpone(error)
+        return error
+
+    def _postpone(self, failure: UnavailableError | CollectionError) -> None:
+        """Ask no sooner than after a while, which grows; until then, this is why."""
         self._failures += 1
         self._retry_at = self._clock.monotonic() + self._backoff()
-        self._failure = UnavailableError(f"{what}. Way out: {remedy}")
+        self._failure = failure
 
     def _backoff(self) -> float:
         return min(RETRY_MOST_S, RETRY_FIRST_S * 2.0 ** (self._failures - 1))

@@ -77,6 +77,14 @@ def kinds(events: list[Event]) -> list[tuple[str, str, str]]:
     return [(e.device, e.kind, e.code) for e in events]
 
 
+def complaint(reading: Reading) -> str:
+    """The one thing that a reading without samples complains of."""
+    assert not reading.samples and not reading.events
+    (error,) = reading.errors
+    assert error.source == "nvml"
+    return f"{error.device} {error.message} {error.remedy}"
+
+
 # ---- what is read ----
 
 
@@ -465,10 +473,7 @@ def test_events_while_a_call_hangs_are_not_lost(bench: Bench) -> None:
     limit = time.monotonic() + 20
     events: list[Event] = []
     while not events and time.monotonic() < limit:
-        try:
-            events = bench.again(collector, 0.01).events
-        except UnavailableError:
-            continue
+        events = bench.again(collector, 0.01).events
     assert kinds(events) == [("gpu0", "xid", "119")]
     driver.release("nvmlDeviceGetFieldValues", 0)
 
@@ -681,8 +686,7 @@ def test_a_gpu_that_hangs_is_told_left_out_and_taken_back(bench: Bench) -> None:
     assert kinds(reading.events) == [("gpu1", "collector_silent", "nvml")]
     assert "gpu_temperature_celsius" in values(reading, "gpu0"), "what was read before the hang is kept"
     for _ in range(3):
-        with pytest.raises(UnavailableError, match="gpu1"):
-            bench.again(collector)
+        assert complaint(bench.again(collector)).startswith("gpu1 the driver has not answered for gpu1")
     reading = bench.again(collector)  # the child was killed; its successor leaves gpu1 alone
     assert values(reading, "gpu0") and values(reading, "gpu2") and not values(reading, "gpu1")
     assert not reading.events
@@ -699,10 +703,7 @@ def test_a_gpu_that_hangs_again_is_left_out_longer_and_told_no_second_time(bench
     events: list[Event] = []
     read = 0
     for _ in range(40):
-        try:
-            reading = bench.again(collector, 10)
-        except UnavailableError:
-            continue
+        reading = bench.again(collector, 10)
         events += reading.events
         read += "gpu_temperature_celsius" in values(reading, "gpu1")
     assert kinds(events) == [("gpu0", "collector_silent", "nvml")]
@@ -720,10 +721,8 @@ def test_a_late_answer_is_used_and_an_answer_in_time_ends_the_silence(bench: Ben
     limit = time.monotonic() + 20
     late: Reading | None = None
     while late is None and time.monotonic() < limit:
-        try:
-            late = bench.again(collector, 0.01)
-        except UnavailableError:
-            continue
+        reading = bench.again(collector, 0.01)
+        late = reading if reading.samples else None
     assert late is not None and "gpu_power_watts" in values(late) and not late.events
     assert kinds(bench.again(collector).events) == [("gpu0", "collector_recovered", "nvml")]
 
@@ -732,14 +731,11 @@ def test_a_driver_that_hangs_while_it_is_opened(bench: Bench) -> None:
     driver = bench.driver()
     driver.hang("nvmlInitWithFlags")
     collector = bench.collector(driver, call_deadline_s=0.2, start_deadline_s=30, abandon_after_s=60)
-    with pytest.raises(UnavailableError, match="being opened"):
-        collector.collect()
+    assert "being opened" in complaint(collector.collect())
     assert kinds(bench.again(collector, 31).events) == [("", "collector_silent", "nvml")]
-    with pytest.raises(UnavailableError, match="not answered"):
-        bench.again(collector, 31)
+    assert "has not answered" in complaint(bench.again(collector, 31))
     driver.release("nvmlInitWithFlags")
-    with pytest.raises(UnavailableError, match="asked again"):
-        bench.again(collector, 1)
+    assert "has not answered" in complaint(bench.again(collector, 1)), "it is not asked again at once"
     collector._call_deadline_s = 20
     assert kinds(bench.again(collector, 600).events) == [("", "collector_recovered", "nvml")]
 
@@ -764,12 +760,9 @@ def test_no_more_children_than_the_limit_are_left_behind(
         patch.setattr(Child, "kill", kill)
         driver.hang("nvmlInitWithFlags")
         for _ in range(12):
-            with pytest.raises(UnavailableError):
-                if bench.again(collector, 400).events:
-                    raise UnavailableError("told")
+            assert not bench.again(collector, 400).samples
         assert len(left) == 2 and len(collector._abandoned) == 2
-        with pytest.raises(UnavailableError, match=r"2 processes hang in the driver.*Reboot"):
-            bench.again(collector, 400)
+        assert "2 processes hang in the driver" in complaint(bench.again(collector, 400))
     for child in left:
         assert child.kill()
     driver.release("nvmlInitWithFlags")
@@ -783,9 +776,12 @@ def test_a_child_that_dies_is_replaced(bench: Bench) -> None:
     collector.collect()
     assert collector._child is not None
     os.kill(collector._child.pid, signal.SIGSEGV)
-    with pytest.raises(UnavailableError, match="ended with status"):
-        for _ in range(200):  # the signal may take a moment to arrive
-            bench.again(collector)
+    reading = bench.again(collector)
+    for _ in range(200):  # the signal may take a moment to arrive
+        if reading.errors:
+            break
+        reading = bench.again(collector, 0.01)
+    assert "ended with status" in reading.errors[0].message and reading.errors[0].remedy
     assert values(bench.again(collector, 60))
 
 
