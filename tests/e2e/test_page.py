@@ -314,6 +314,40 @@ def test_service_that_goes_away_is_said_and_its_return_is_noticed(service: Runni
     wait_for(lambda: "may be old" not in browser.text(), "the end of the warning", 20)
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_accessibility_fault(service: Running, browser: Browser, scheme: str) -> None:
+    axe = pytest.importorskip("axe_core_python", reason="axe-core-python is not installed")
+    script = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.chrome.set_script_timeout(60)
+    for where in (
+        "",
+        "devices",
+        "jobs",
+        "alerts",
+        "events",
+        "deliveries",
+        "models",
+        "device/sim-02%2Fgpu5",
+        "node/sim-02",
+    ):
+        browser.open(f"{service.url}/#/{where}")
+        wait_for(
+            lambda: browser.run("document.querySelector('main:not([aria-busy]) .card')"),
+            f"content of {where}",
+            20,
+        )
+        browser.chrome.execute_cdp_cmd(
+            "Runtime.evaluate", {"expression": script}
+        )  # past the page's own policy
+        found = browser.chrome.execute_async_script(
+            "const done = arguments[0]; axe.run(document).then(r => done(r.violations.map(v => "
+            "[v.id, v.impact, v.nodes.map(n => n.html.slice(0, 160))])), e => done(String(e)));"
+        )
+        assert found == [], where
+
+
 def test_fits_a_phone_without_scrolling_sideways(service: Running, browser: Browser) -> None:
     browser.chrome.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
