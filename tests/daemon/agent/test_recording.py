@@ -99,6 +99,7 @@ def test_a_replay_gives_the_same_outcomes_shifted_to_now(tmp_path: Path) -> None
         ("all", "reading"),
         ("nvml", "unavailable"),
         ("all", "reading"),
+        ("nvml", "unavailable"),
     ]
     assert times == [0, 10, 20]
     assert outcomes[0].reading.events[0].time == 1_799_999_990.0, "ten seconds before the start, as recorded"
