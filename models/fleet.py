@@ -18,7 +18,7 @@ from forewarn.collectors.catalog import METRICS
 from forewarn.collectors.errors import InputError, StorageError
 from forewarn.models import explanation, rules, snapshot
 from forewarn.models.explanation import Reason
-from forewarn.models.features import HORIZONS_S, FeatureEngine, FeatureTable
+from forewarn.models.features import HORIZONS_S, LATEST_S, FeatureEngine, FeatureTable
 from forewarn.models.registry import RiskModel
 from forewarn.models.rules import RuleHit
 from forewarn.models.signals import COUNTER
@@ -95,7 +95,9 @@ class Fleet:
         `shift_s` is added to every stamp: the caller's correction of a node's wrong clock, from when the batch
         was sent and when it came (keep it with the batch, so that a replay does the same).
         """
-        readings, events = list(readings), list(events)
+        # A stamp that is no time (a clock that was never set) is left out: it must not cost the rest of the batch.
+        readings = [r for r in readings if 0 <= r.time + shift_s <= LATEST_S]
+        events = [e for e in events if e.time is None or 0 <= e.time + shift_s <= LATEST_S]
         stamps = [r.time for r in readings] + [e.time for e in events if e.time is not None]
         first = min(stamps) + shift_s if stamps else None
         for device in devices:
@@ -320,11 +322,21 @@ class Fleet:
         """Rules in force for a device. Those that have run out are forgotten."""
         held = self._event_hits.get(device, {})
         for rule in [k for k, h in held.items() if h.expires is not None and h.expires <= now]:
-            del held[rule]
+            if not self._silent_since(device, held[rule].time):
+                del held[rule]
         if not held:
             self._event_hits.pop(device, None)
         hits = [h for h in held.values() if h.time <= now]
         return hits + list(self._reading_hits.get(device, {}).values())
+
+    def _silent_since(self, device: str, time: float) -> bool:
+        """Whether a device that used to report gave nothing after `time`: what broke it is not over."""
+        engine = self.engines.get(self.kind_of(device))
+        return engine is not None and 0 <= engine.seen(device) <= time
+
+    def devices_with_hits(self, kind: str) -> list[str]:
+        """Devices of a kind that some rule may hold for; `active_hits` says which."""
+        return [d for d in {*self._event_hits, *self._reading_hits} if self.kind_of(d) == kind]
 
     def explain(self, device: str, now: float, horizon_s: int, top: int = 5) -> list[Reason]:
         """Reasons for a device's risk as of the last `score`, strongest first; rules before the model."""
