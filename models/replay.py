@@ -49,13 +49,14 @@ def replay(
 ) -> Iterator[Moment]:
     """Feed `fleet` and stop at each moment of a grid of `step_s`; events between moments are taken in on the way."""
     arrivals = _Arrivals(history)
+    last = history.span[1] if end is None else end
     events = _Events(history)
     for piece in history.slices(step_s, start, end):
         order = np.argsort(piece.times, kind="stable")
         times, codes = piece.times[order], piece.codes[order]
         fleet.apply_bulk(times, piece.devices, piece.metrics, piece.values[order], codes=codes)
         # A sample stamped exactly at a moment belongs to it: grids of days begin with the readings of the day.
-        moments = np.arange(piece.start, piece.end, step_s)
+        moments = np.arange(piece.start, min(piece.end, last + step_s), step_s)
         at = np.searchsorted(times, moments, "right")
         before = 0
         for moment, upto in zip(moments.tolist(), at.tolist(), strict=True):

@@ -1,0 +1,127 @@
+"""Where to draw the line for alerts: the lowest thresholds whose false alarms stay within a budget on later time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forewarn.models.alerts import AlertPolicy, AlertState
+from forewarn.models.dataset import Dataset
+from forewarn.models.features import HORIZONS_S
+
+BUDGET_PER_1000_DEVICE_DAYS = 4.0
+"""False alarms allowed; users bear ten."""
+LEAD_S = 900.0
+"""How far ahead an alert must come to count as foresight."""
+DAY_S = 86_400.0
+CANDIDATES = 24
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a policy would have done: failures foreseen at least LEAD_S ahead, all failures, false alarms, true alerts
+    and device-days."""
+
+    foreseen: int
+    failures: int
+    false_alarms: int
+    alerts: int
+    device_days: float
+
+    @property
+    def recall(self) -> float:
+        return self.foreseen / self.failures if self.failures else 0.0
+
+    @property
+    def false_per_1000_days(self) -> float:
+        return 1000.0 * self.false_alarms / self.device_days if self.device_days else 0.0
+
+
+def run_policy(data: Dataset, risk: NDArray[np.floating], policy: AlertPolicy) -> Tally:
+    """Play rows in order of time through the alert policy. An alert is true when its device fails within its horizon
+    (at least a day)."""
+    horizons = HORIZONS_S[data.kind]
+    state = AlertState(policy, horizons)
+    order = np.argsort(data.time, kind="stable")
+    times = data.time[order]
+    edges = np.flatnonzero(np.diff(times, prepend=-np.inf))
+    foreseen: set[tuple[int, float]] = set()
+    false_alarms = alerts = 0
+    for start, end in zip(edges.tolist(), [*edges[1:].tolist(), len(times)], strict=True):
+        rows = order[start:end]
+        at = {int(c): int(r) for c, r in zip(data.device[rows], rows, strict=True)}
+        for device, horizon in state.step(float(times[start]), data.device[rows], risk[rows]):
+            row = at[device]
+            alerts += 1
+            ahead = data.to_failure[row]
+            if ahead <= max(horizons[horizon], DAY_S):
+                if ahead >= LEAD_S:
+                    foreseen.add((device, round(float(data.time[row] + ahead))))
+            elif data.to_censor[row] > DAY_S / 4:
+                false_alarms += 1
+    failed = np.isfinite(data.to_failure) & (data.to_failure <= data.to_censor)
+    moments = np.round(data.time[failed] + data.to_failure[failed])
+    failures = len(set(zip(data.device[failed].tolist(), moments.tolist(), strict=True)))
+    days = float(data.weight.sum()) * data.step_s / DAY_S
+    return Tally(len(foreseen), failures, false_alarms, alerts, days)
+
+
+def choose_thresholds(
+    data: Dataset, risk: NDArray[np.float64], budget: float
+) -> tuple[dict[int, float], dict[str, float]]:
+    """Thresholds by horizon, and what they gave on the held-out rows (`held_out_...`).
+
+    Each horizon in turn gets the lowest threshold that keeps the false alarms of all so far within the budget, the
+    longest horizon first: it sees furthest.
+    """
+    horizons = HORIZONS_S[data.kind]
+    chosen: dict[int, float] = {}
+    best: Tally | None = None
+    if len(data):
+        for share, horizon in zip((0.7, 0.9, 1.0), sorted(horizons, reverse=True), strict=True):
+            column = risk[:, horizons.index(horizon)]
+            found = _lowest(data, risk, chosen, horizon, column, budget * share)
+            if found is None:
+                continue
+            threshold, tally = found
+            if best is None or tally.foreseen > best.foreseen:
+                chosen[horizon], best = threshold, tally
+    if not chosen or best is None:
+        return {horizons[-1]: 0.5}, {}
+    measured = {
+        "held_out_recall_15min": best.recall,
+        "held_out_false_alarms_per_1000_device_days": best.false_per_1000_days,
+        "held_out_failures": float(best.failures),
+        "held_out_precision": 1.0 - best.false_alarms / best.alerts if best.alerts else 0.0,
+    }
+    return chosen, measured
+
+
+def _lowest(
+    data: Dataset,
+    risk: NDArray[np.float64],
+    others: Mapping[int, float],
+    horizon: int,
+    column: NDArray[np.float64],
+    budget: float,
+) -> tuple[float, Tally] | None:
+    """The lowest threshold within budget, by bisection over the ranks of the risks."""
+    ranked = np.unique(column[column > 0])
+    if not len(ranked):
+        return None
+    low, high = 0, len(ranked) - 1
+    found = None
+    for _ in range(CANDIDATES):
+        middle = (low + high) // 2
+        threshold = float(ranked[middle])
+        tally = run_policy(data, risk, AlertPolicy({**others, horizon: threshold}))
+        if tally.false_per_1000_days <= budget:
+            found, high = (threshold, tally), middle - 1
+        else:
+            low = middle + 1
+        if low > high:
+            break
+    return found
