@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
 
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop.set())
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup a hang-up is to be ignored
+            signal.signal(number, lambda *_: stop.set())
     clock = SystemClock()
     story = Story(clock, tell, JOB)
     stage = Stage(arguments.port, arguments.data, clock, story)

@@ -32,6 +32,7 @@ WATCH_INTERVAL_S = 0.5
 READY_TIMEOUT_S = 60.0
 TOKEN_TIMEOUT_S = 60.0
 CLI = "forewarn.daemon.cli"
+SETTINGS_NAME = "demo.toml"
 
 
 class Stage:
@@ -61,6 +62,8 @@ class Stage:
         parts = self._parts = Parts(self.folder / "logs")
         # The first token makes the database; the others are made while the service starts.
         self._make_token("operator", ["--role", "operator"], settings, environment)
+        if stop.is_set():
+            return
         parts.start("service", [CLI, "serve", "--config", str(settings)], environment)
         self._make_token("fleet", ["--role", "agent", "--node", "*"], settings, environment)
         self._make_token("agent", ["--role", "agent", "--node", self._host_node], settings, environment)
@@ -170,7 +173,15 @@ class Stage:
 
     def _make_folder(self) -> Path:
         if self._data is None:
-            return Path(tempfile.mkdtemp(prefix="forewarn-demo-"))
+            try:
+                return Path(tempfile.mkdtemp(prefix="forewarn-demo-"))
+            except OSError as error:
+                raise StorageError(f"demo: no temporary folder ({error}); give one with --data") from error
+        if (self._data / SETTINGS_NAME).exists():
+            raise ConfigError(
+                f"--data: {self._data} holds an earlier demo, whose protections would mix with this one's; "
+                "remove it or give another folder"
+            )
         try:
             self._data.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -187,7 +198,7 @@ class Stage:
             text = "whsec_" + base64.b64encode(secrets.token_bytes(32)).decode()
             write_private(secret, text + "\n")
         folder = json.dumps(str(self.folder))[1:-1]  # as TOML wants a string
-        path = self.folder / "demo.toml"
+        path = self.folder / SETTINGS_NAME
         path.write_text(
             f"""# Settings of `forewarn demo`: all parts on this machine.
 log_level = "info"
@@ -231,17 +242,24 @@ restart_seconds = 300.0
         """A token from the service's own command, straight into a file that only we can read."""
         path = self.folder / f"{name}.token"
         command = [sys.executable, "-m", CLI, "token", "--config", str(settings), "create", *words]
-        made = subprocess.run(
+        try:
+            made = self._run(command, environment)
+        except subprocess.TimeoutExpired:
+            raise UnavailableError(f"demo: no token for {name} within {TOKEN_TIMEOUT_S:g} s") from None
+        if made.returncode != 0:
+            raise UnavailableError(f"demo: no token for {name}: {made.stderr.strip()}")
+        write_private(path, made.stdout.strip().splitlines()[-1] + "\n")
+
+    def _run(self, command: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             command,
             env=dict(environment),
             capture_output=True,
+            process_group=0,
             text=True,
             timeout=TOKEN_TIMEOUT_S,
             check=False,
         )
-        if made.returncode != 0:
-            raise UnavailableError(f"demo: no token for {name}: {made.stderr.strip()}")
-        write_private(path, made.stdout.strip().splitlines()[-1] + "\n")
 
     def _read(self, name: str) -> str:
         return (self.folder / name).read_text(encoding="utf-8").strip()
@@ -251,7 +269,8 @@ def lines_to(take: Callable[[Mapping[str, Any]], None]) -> Callable[[str], None]
     """Hands JSON lines of a part to the story; anything else is only logged."""
 
     def on_line(text: str) -> None:
-        with contextlib.suppress(ValueError):
+        # Whatever a part prints: the pipe must be read on, or the part would stand still.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             line = json.loads(text)
             if isinstance(line, dict):
                 take(line)

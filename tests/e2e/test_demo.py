@@ -136,3 +136,19 @@ def test_taken_port_says_what_to_do(port: int, environment: dict[str, str]) -> N
     assert f"127.0.0.1:{port} is in use" in made.stderr
     assert f"forewarn demo --port {port + 100}" in made.stderr
     assert leftovers(environment) == []
+
+
+def test_folder_of_an_earlier_demo_is_not_mixed_with_a_new_one(
+    port: int, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "demo.toml").write_text("")
+    made = subprocess.run(
+        command(port, "--once", "--data", str(tmp_path)),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert made.returncode == 2
+    assert "holds an earlier demo" in made.stderr

@@ -210,6 +210,9 @@ def test_fleet_is_shown_and_nothing_is_asked_elsewhere(service: Running, browser
     browser.wait_text("Live", "#live")
     assert browser.hosts() == {f"127.0.0.1:{service.port}"}
     assert browser.complaints() == []
+    browser.run("document.querySelector('.skip').click()")
+    assert browser.run("document.activeElement.id") == "main"
+    assert "24 simulated" in browser.text()
     # Every cell can be reached by keyboard, and Enter opens its device.
     browser.run("document.querySelector('.heat').focus()")
     keys = "document.querySelector('.heat').dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0]}))"

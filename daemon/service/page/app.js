@@ -127,6 +127,10 @@ addEventListener("hashchange", () => {
   route();
   main.focus({ preventScroll: true });
 });
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the hash is the route
+  main.focus();
+});
 document.addEventListener("visibilitychange", soon);
 follow(soon, (next) => {
   if (state !== "lost" || next === "live") tell(next);
