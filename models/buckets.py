@@ -34,6 +34,8 @@ LEAST_FOR_THREADS = 4096
 """Rows from which it pays."""
 MISSED_MOST = 1000.0
 """Most polls one gap may count as missed: a device switched off for a month is one gap."""
+LARGEST_MASK = 2.0**53
+"""A bit mask beyond this is no mask: it is not a whole number any more."""
 INTERVAL_CLIP = 3.0
 """A gap moves the usual interval as if it were at most this many times as long."""
 
@@ -311,7 +313,7 @@ def _take(
                     continue
                 x = v
                 if types[f] == BITS:
-                    x = 1.0 if (int(v) & bits[f]) != 0 else 0.0
+                    x = 1.0 if 0.0 <= v < LARGEST_MASK and (int(v) & bits[f]) != 0 else 0.0
                     if x > 0.0:
                         if np.isnan(first[r, s]):
                             first[r, s] = t

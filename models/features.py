@@ -34,6 +34,9 @@ HORIZONS_S: dict[str, tuple[int, ...]] = {
 GONE_AFTER_S = {"gpu": 7 * 86_400, "disk": 60 * 86_400, "node": 7 * 86_400}
 """A device silent for this long is left out of the tables until it speaks again."""
 
+LATEST_S = 1e11
+"""Stamps beyond this are no times (it is the year 5138)."""
+
 STATE_VERSION = 1
 
 
@@ -243,8 +246,8 @@ class FeatureEngine:
         taken, numbers = self._columns_of(metrics)
         if not len(numbers) or not len(devices):
             return
-        if not np.isfinite(time):
-            raise InputError(f"time: {time} must be a finite number of seconds")
+        if not 0 <= time <= LATEST_S:
+            raise InputError(f"time: {time} must be seconds since 1970, at most {LATEST_S:.0f}")
         cells = np.array(values, np.float64)
         if cells.shape != (len(devices), len(metrics)):
             raise InputError(
@@ -272,9 +275,9 @@ class FeatureEngine:
             return
         if values.shape != (len(times), len(metrics)) or rows.shape != (len(times),):
             raise InputError(f"values: shape {values.shape}, but {len(times)} times x {len(metrics)} metrics")
-        if not np.isfinite(times).all():
-            raise InputError("times: must be finite numbers of seconds")
         times = np.asarray(times, np.float64)
+        if not ((times >= 0) & (times <= LATEST_S)).all():
+            raise InputError(f"times: must be seconds since 1970, at most {LATEST_S:.0f}")
         if len(taken) < len(metrics):
             values = values[:, taken]
         cells = np.asarray(values, np.float64)
@@ -290,6 +293,8 @@ class FeatureEngine:
         """One event of a device. An event on the node itself concerns the engine of kind `node`."""
         fact = xid_fact(int(code)) if kind == "xid" and code.isdigit() else None
         signal = event_signal(self.kind, kind, code, fact.category if fact else "")
+        if not 0 <= time <= LATEST_S:
+            raise InputError(f"events.time: {time} must be seconds since 1970, at most {LATEST_S:.0f}")
         if signal is None or (severity == "info" and kind != "xid"):
             return
         column = self.scheme.signal(signal)
@@ -448,6 +453,11 @@ class FeatureEngine:
         rows = self._known_rows()
         numbers = np.array([self._metric_column[m] for m in metrics], np.int64)
         return [self._names[r] for r in rows], self._rings.last_value[np.ix_(rows, numbers)]
+
+    def seen(self, device: str) -> float:
+        """Stamp of the newest sample taken in; -inf when there was none."""
+        row = self._row.get(device)
+        return -np.inf if row is None else float(self._rings.seen[row])
 
     def signal_history(self, device: str, signal: str) -> tuple[float, float, float]:
         """Increase since first sight, stamp of the first increase and of the last; NaN: none."""

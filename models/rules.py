@@ -143,7 +143,8 @@ def _xid(event: Event) -> RuleHit | None:
             return None
         return _hit(event, rule, f"the driver asks for recovery: {action}", action, FAILED, "gpu")
     if number == CONTAINED_XID:
-        return _hit(event, rule, text, action, FAILED, part)
+        # The program is lost and the GPU goes on: the risk is for what runs on it now.
+        return _hit(event, rule, text, action, FAILED, part, HOUR_S)
     if number in GROWING_XIDS:
         said = f"XID {event.code}: {GROWING_XIDS[number]}"
         return _hit(event, rule, said, action, ELEVATED, part, WARNING_LASTS_S)

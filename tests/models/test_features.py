@@ -348,6 +348,8 @@ def test_what_is_not_ours_is_passed_over_and_what_is_wrong_is_named() -> None:
         engine.apply(START, ["n0/gpu0"], METRICS, np.ones((2, 4)))
     with pytest.raises(InputError, match="time"):
         engine.apply(math.nan, ["n0/gpu0"], METRICS, np.ones((1, 4)))
+    with pytest.raises(InputError, match="time"):
+        engine.apply(-1e300, ["n0/gpu0"], METRICS, np.ones((1, 4)))
     with pytest.raises(InputError, match="times"):
         engine.apply_bulk(np.array([math.inf]), engine.rows(["n0/gpu0"]), METRICS, np.ones((1, 4)))
 
@@ -422,3 +424,13 @@ def test_disks_read_weekly_have_their_increases() -> None:
     assert counted(table, "b/disk1", "reallocated.increase_7d") == pytest.approx(5)
     assert counted(table, "b/disk1", "reallocated.level") == pytest.approx(15)
     assert math.isnan(value(table, "b/disk1", "pending.level"))
+
+
+def test_clock_at_zero_then_set_right() -> None:
+    """A node that boots without a clock reports from 1970 before it reports from today."""
+    engine = FeatureEngine("gpu")
+    for time, count in ((5.0, 10.0), (15.0, 12.0), (START, 13.0), (START + 10, 15.0)):
+        engine.apply(time, ["n0/gpu0"], [COUNTER], np.array([[count]]))
+    table = engine.features(START + 20)
+    assert counted(table, "n0/gpu0", "ecc_dram_corrected.increase_1h") == pytest.approx(3)
+    assert counted(table, "n0/gpu0", "ecc_dram_corrected.increase_7d") == pytest.approx(3)

@@ -127,9 +127,29 @@ def test_rules_end_by_return_replacement_clearing_and_time(gpu_model: RiskModel)
     lost(fleet, now + 30)
     fleet.clear("n0/gpu5")
     assert fleet.active_hits("n0/gpu5", now + 31) == []
-    lost(fleet, now + 40)
-    assert fleet.active_hits("n0/gpu5", now + 41)
-    assert fleet.active_hits("n0/gpu5", now + 3 * 86_400) == []
+    feed(fleet, 1, start=6)
+    lost(fleet, now + 70)
+    fleet.score(now + 71)
+    assert fleet.active_hits("n0/gpu5", now + 71)
+    # Silent ever since: it is still lost. It ends when the GPU reports again.
+    assert fleet.active_hits("n0/gpu5", now + 3 * 86_400)
+    feed(fleet, 2, start=3 * 1440)
+    fleet.score(START + 60 * (3 * 1440 + 2))
+    assert fleet.active_hits("n0/gpu5", START + 60 * (3 * 1440 + 2)) == []
+
+
+@pytest.mark.parametrize("time", [-5.0, 1e300, 2e11])
+def test_a_stamp_that_is_no_time_costs_nothing_else(time: float) -> None:
+    fleet = Fleet({})
+    values = np.tile(np.array([55.0, 400.0, 3.0, 0.0, 0.0]), (8, 1))
+    good, bad = (Reading(t, devices_of("n0"), METRICS, values) for t in (START, time))
+    hits = fleet.apply_batch(
+        "n0",
+        [bad, good],
+        [Event("n0/gpu1", "xid", "79", "critical", "", time=t) for t in (time, START + 1)],
+    )
+    assert [h.time for h in hits] == [START + 1]
+    assert fleet.score(START + 5)["gpu"].devices == devices_of("n0")
 
 
 def test_a_reading_rule_holds_as_long_as_the_reading(gpu_model: RiskModel) -> None:
