@@ -5,12 +5,14 @@ The child reads and forgets; what was seen, what is due and what to tell is deci
 
 from __future__ import annotations
 
+import msgspec
+
 from forewarn.collectors.base import CollectionError, Device, Event, Reading, Sample
 from forewarn.collectors.catalog import METRICS
 from forewarn.collectors.clock import SystemClock
 from forewarn.collectors.errors import UnavailableError
 from forewarn.collectors.nvml_child import Child, ChildGoneError
-from forewarn.collectors.nvml_conditions import LABELS, Conditions, coalesce, describe
+from forewarn.collectors.nvml_conditions import LABELS, Conditions, Memory, coalesce, describe
 from forewarn.collectors.nvml_fields import TIERS, Tier
 from forewarn.collectors.nvml_protocol import Done, Failed, Hello, Notice, Part, Poll, Reply, Start
 from forewarn.collectors.registry import Setup
@@ -126,6 +128,18 @@ class NvmlCollector:
         elif failure is not None:
             reading.errors.append(failure)
         return reading
+
+    def state(self) -> dict[str, object]:
+        """What a later run of the agent should know: which GPUs there are, and what was told of them."""
+        memory: dict[str, object] = msgspec.to_builtins(self._conditions.memory())
+        return memory
+
+    def restore(self, state: dict[str, object]) -> None:
+        """Go on where an earlier run left off. A state that cannot be read is passed over: all begins anew."""
+        try:
+            self._conditions.recall(msgspec.convert(state, Memory))
+        except msgspec.ValidationError:
+            return
 
     def close(self) -> None:
         """End the child. Never waits for one that hangs."""

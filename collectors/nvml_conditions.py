@@ -36,6 +36,17 @@ _NOTICES: dict[int, tuple[str, str, str, str]] = {
 """NVML event type to code, severity, action, meaning. XIDs have a table of their own."""
 
 
+class Memory(msgspec.Struct):
+    """What is kept between runs of the agent: GPUs by UUID, what was told, the last energies."""
+
+    known: dict[str, Device] = {}
+    missing: list[str] = []
+    raised: list[tuple[str, str]] = []
+    energy: dict[str, float] = {}
+    recovery: dict[str, int] = {}
+    driver: str = ""
+
+
 class Conditions:
     """Remembers which GPUs were seen and what was already told of them."""
 
@@ -53,8 +64,9 @@ class Conditions:
 
     @property
     def names(self) -> dict[str, str]:
-        """Local name of every GPU ever seen, by UUID."""
-        return {uuid: device.device for uuid, device in self.known.items()}
+        """Local name of every GPU ever seen, by UUID and by slot (`pci-ADDRESS`)."""
+        slots = {f"pci-{device.pci}": device.device for device in self.known.values() if device.pci}
+        return {**slots, **{uuid: device.device for uuid, device in self.known.items()}}
 
     @property
     def troubled(self) -> bool:
@@ -84,6 +96,10 @@ class Conditions:
                     events += self._unreachable(gpu.error)
                 continue
             present.add(gpu.uuid)
+            for other in [u for u, d in self.known.items() if d.device == gpu.device and u != gpu.uuid]:
+                del self.known[other]  # another board in its slot, or the same one by another identity
+                self._missing.discard(other)
+                self._energy.pop(gpu.device, None)
             labels = {"driver": hello.driver, **gpu.labels}
             self.known[gpu.uuid] = Device(
                 device=gpu.device,
@@ -105,6 +121,26 @@ class Conditions:
                 _event(device.device, "gpu_returned", "returned", "info", "the GPU is back", device.pci)
             )
         return events + self.missing(set(self.known) - present)
+
+    def memory(self) -> Memory:
+        """What a later run should know."""
+        return Memory(
+            known=self.known,
+            missing=sorted(self._missing),
+            raised=sorted(self._raised),
+            energy=self._energy,
+            recovery=self._recovery,
+            driver=self._driver,
+        )
+
+    def recall(self, memory: Memory) -> None:
+        """Go on from an earlier run. A GPU that was told to be missing then is let go: it may never come back."""
+        self.known = {uuid: device for uuid, device in memory.known.items() if uuid not in memory.missing}
+        names = {device.device for device in self.known.values()}
+        self._raised = {(device, kind) for device, kind in memory.raised if device in names}
+        self._energy = {name: value for name, value in memory.energy.items() if name in names}
+        self._recovery = {name: value for name, value in memory.recovery.items() if name in names}
+        self._driver = memory.driver
 
     def all_missing(self) -> list[Event]:
         """NVML cannot be opened any more: every GPU that was there is away."""
@@ -132,7 +168,8 @@ class Conditions:
 
     def present(self) -> list[Device]:
         """The GPUs that are there now."""
-        return [device for uuid, device in self.known.items() if uuid not in self._missing]
+        there = [device for uuid, device in self.known.items() if uuid not in self._missing]
+        return sorted(there, key=lambda device: (len(device.device), device.device))
 
     def part(self, part: Part) -> list[Event]:
         """One GPU was read."""

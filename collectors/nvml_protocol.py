@@ -13,7 +13,7 @@ MAX_FRAME_BYTES = 16 << 20
 
 
 class Start(msgspec.Struct, tag="start"):
-    """To the child, first: open NVML. `names` gives GPUs known from before their local names, by UUID."""
+    """To the child, first: open NVML. `names` are local names known from before, by UUID and by `pci-ADDRESS`."""
 
     library: str
     names: dict[str, str]

@@ -641,10 +641,11 @@ def _add_links(links: dict[tuple[str, str], float], pools: dict[str, str], part:
     part.samples.extend((metric, number, "") for metric, number in whole.items() if pools[metric] != "bin")
 
 
-def open_gpu(index: int, names: dict[str, str]) -> tuple[OpenGpu | None, Gpu]:
+def open_gpu(index: int, names: dict[str, str], given: set[str]) -> tuple[OpenGpu | None, Gpu]:
     """Open GPU `index` and say what it is. A GPU that cannot be opened has no handle and an error code.
 
-    `names` (UUID to local name) gains the GPU's name when it is new. Raises RestartError when the session is void.
+    `names` are local names by UUID and by `pci-ADDRESS`; `given` are those in use, and gains this one.
+    Raises RestartError when the session is void.
     """
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -656,12 +657,13 @@ def open_gpu(index: int, names: dict[str, str]) -> tuple[OpenGpu | None, Gpu]:
     bus_id = _text_of(lambda h: nvml.nvmlDeviceGetPciInfo_v3(h).busId, handle)
     pci = pci_address(bus_id)
     identity = uuid or f"pci-{pci}"
-    if identity not in names:
-        taken = set(names.values())
-        number = index
-        while f"gpu{number}" in taken:
-            number += 1
-        names[identity] = f"gpu{number}"
+    # A new board in a known slot takes the slot's name; so does a known board whose UUID cannot be read just now.
+    name = names.get(identity) or names.get(f"pci-{pci}") or f"gpu{index}"
+    if name in given or (identity not in names and f"pci-{pci}" not in names and name in names.values()):
+        name = next(
+            n for n in map("gpu{}".format, range(index, 10_000)) if n not in given and n not in names.values()
+        )
+    given.add(name)
     labels = {
         "vbios": _text_of(nvml.nvmlDeviceGetVbiosVersion, handle),
         "inforom": _text_of(nvml.nvmlDeviceGetInforomImageVersion, handle),
@@ -669,7 +671,7 @@ def open_gpu(index: int, names: dict[str, str]) -> tuple[OpenGpu | None, Gpu]:
         "board_serial": _text_of(nvml.nvmlDeviceGetSerial, handle),
     }
     gpu = Gpu(
-        device=names[identity],
+        device=name,
         uuid=identity,
         model=_text_of(nvml.nvmlDeviceGetName, handle),
         pci=pci,

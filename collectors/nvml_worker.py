@@ -115,8 +115,8 @@ class Worker:
                 # Same soname: the binding, which loads the library by that name, gets this one.
                 ctypes.CDLL(start.library)
             nvml.nvmlInit()
-            names = dict(start.names)
-            found = [open_gpu(index, names) for index in range(nvml.nvmlDeviceGetCount())]
+            given: set[str] = set()
+            found = [open_gpu(index, start.names, given) for index in range(nvml.nvmlDeviceGetCount())]
             driver = text(nvml.nvmlSystemGetDriverVersion())
         except OSError as error:
             self._pipe.send(Failed(code=12, message=str(error)))

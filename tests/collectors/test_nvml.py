@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -672,6 +673,68 @@ def test_an_option_may_come_as_text(bench: Bench) -> None:
         assert collector.collect().samples
     finally:
         collector.close()
+
+
+# ---- from one run of the agent to the next ----
+
+
+def next_run(bench: Bench, driver: SimulatedDriver, before: NvmlCollector) -> NvmlCollector:
+    """The agent is restarted; its state went through a file in between."""
+    state = json.loads(json.dumps(before.state()))
+    before.close()
+    collector = bench.collector(driver)
+    collector.restore(state)
+    return collector
+
+
+def test_a_gpu_that_is_gone_when_the_agent_comes_back_is_missing_and_names_stay(bench: Bench) -> None:
+    driver = bench.driver(3)
+    collector = bench.collector(driver)
+    collector.collect()
+    driver.remove(1)
+    collector = next_run(bench, driver, collector)
+    reading = collector.collect()
+    assert kinds(reading.events) == [("gpu1", "gpu_missing", "missing")]
+    assert [d.device for d in reading.devices] == ["gpu0", "gpu2"]
+    reading = next_run(bench, driver, collector).collect()
+    assert not reading.events, "it was told; a board that was taken out is let go"
+    assert [d.device for d in reading.devices] == ["gpu0", "gpu2"]
+
+
+def test_a_reload_while_the_agent_was_away_is_told(bench: Bench) -> None:
+    driver = bench.driver(2)
+    collector = bench.collector(driver)
+    collector.collect()
+    driver.reload()
+    assert kinds(next_run(bench, driver, collector).collect().events) == [("", "driver_reloaded", "reloaded")]
+
+
+def test_what_was_told_is_not_told_again_by_the_next_run(bench: Bench) -> None:
+    driver = bench.driver()
+    driver.set_field(0, 230, 1)
+    collector = bench.collector(driver)
+    assert collector.collect().events
+    assert not next_run(bench, driver, collector).collect().events
+
+
+def test_a_new_board_in_a_slot_takes_the_slots_name(bench: Bench) -> None:
+    driver = bench.driver(2)
+    collector = bench.collector(driver)
+    collector.collect()
+    driver.state.gpu[0].uuid = b"GPU-another-board"
+    reading = next_run(bench, driver, collector).collect()
+    assert [(d.device, d.serial[:11]) for d in reading.devices] == [
+        ("gpu0", "GPU-another"),
+        ("gpu1", "GPU-5151fa7"),
+    ]
+    assert not reading.events
+
+
+@pytest.mark.parametrize("state", [{}, {"known": 3}, {"known": {"a": {"device": 5}}}, {"raised": ["x"]}])
+def test_a_state_that_cannot_be_read_is_passed_over(bench: Bench, state: dict[str, object]) -> None:
+    collector = bench.collector(bench.driver())
+    collector.restore(state)
+    assert [d.device for d in collector.collect().devices] == ["gpu0"]
 
 
 # ---- hangs ----
