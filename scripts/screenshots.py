@@ -115,10 +115,10 @@ def take_all(url: str, device: str) -> None:
         page = f"{url}/#/"
         worn = f"{url}/#/device/{device.replace('/', '%2F')}"
         for name, where, size, dark in (
-            ("fleet", page, "wide", False),
-            ("fleet-dark", page, "wide", True),
-            ("fleet-tablet", page, "tablet", False),
-            ("fleet-phone", page, "phone", False),
+            ("desktop", page, "wide", False),
+            ("desktop-dark", page, "wide", True),
+            ("tablet", page, "tablet", False),
+            ("phone", page, "phone", False),
             ("device", worn, "wide", False),
             ("device-phone", worn, "phone", True),
             ("jobs", f"{url}/#/jobs", "wide", False),
