@@ -99,24 +99,35 @@ class FieldBlock:
         failures: list[tuple[int, Any]] = []
         kept: list[tuple[int, int, Any]] = []
         for array, keys in self.chunks:
-            # The array is made once and read as bytes: building and reading it field by field, as the wrapper
-            # of pynvml does, costs more than all other calls of a poll together.
-            result = nvml.nvmlLib.nvmlDeviceGetFieldValues(handle, ctypes.c_int(len(keys)), array)
-            if result:
-                raise nvml.NVMLError(result)
-            rows = _FIELD_VALUE.iter_unpack(bytes(array))
-            for key, (field, scope, _, _, kind, code, bits) in zip(keys, rows, strict=True):
+            for key, (field, scope, _, _, kind, code, bits) in zip(keys, _rows(handle, array), strict=True):
                 if not code:
                     values.append((key, _value(kind, bits)))
-                    kept.append((field, scope, key))
-                elif code in FIELD_ABSENT_CODES:
-                    failures.append((code, key))
                 else:
                     failures.append((code, key))
+                if code not in FIELD_ABSENT_CODES:
                     kept.append((field, scope, key))
         if len(kept) != sum(len(keys) for _, keys in self.chunks):
             self._prepare(kept)
         return values, failures
+
+
+def _rows(handle: Any, array: Any) -> list[tuple[int, ...]]:
+    """One call's entries as NVML filled them. Where it refuses the call as a whole, as a driver may that does not
+    know one of the fields, each half is asked by itself, down to the field that is at fault."""
+    # The array is made once and read as bytes: building and reading it field by field, as the wrapper of pynvml
+    # does, costs more than all other calls of a poll together.
+    code = nvml.nvmlLib.nvmlDeviceGetFieldValues(handle, ctypes.c_int(len(array)), array)
+    if not code:
+        return list(_FIELD_VALUE.iter_unpack(bytes(array)))
+    if code not in ABSENT_CODES:
+        raise nvml.NVMLError(code)
+    if len(array) == 1:
+        return [(array[0].fieldId, array[0].scopeId, 0, 0, 0, code, 0)]
+    rows: list[tuple[int, ...]] = []
+    middle = len(array) // 2
+    for part in (array[:middle], array[middle:]):
+        rows += _rows(handle, (nvml.c_nvmlFieldValue_t * len(part))(*part))
+    return rows
 
 
 def _value(kind: int, bits: int) -> int | float:

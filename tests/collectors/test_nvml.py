@@ -320,6 +320,19 @@ def test_what_is_not_supported_is_remembered_and_asked_again_after_an_hour(bench
     assert values(bench.again(collector, 3600))["gpu_ecc_enabled"] == 1
 
 
+def test_a_driver_that_refuses_a_call_for_one_unknown_field_still_gives_the_others(bench: Bench) -> None:
+    driver = bench.driver(profile="H100")
+    driver.state.gpu[0].field_limit = 200
+    collector = bench.collector(driver)
+    reading = collector.collect()
+    got = values(reading)
+    assert got["gpu_memory_temperature_celsius"] == 47 and got["gpu_pcie_correctable_errors_total"] == 0
+    assert "gpu_recovery_action" not in got and not reading.errors
+    before = driver.calls("nvmlDeviceGetFieldValues", 0)
+    bench.again(collector)
+    assert driver.calls("nvmlDeviceGetFieldValues", 0) == before + 1, "it is found out once"
+
+
 def test_a_field_that_becomes_supported_is_found_after_an_hour(bench: Bench) -> None:
     driver = bench.driver(profile="GEFORCE")
     collector = bench.collector(driver)

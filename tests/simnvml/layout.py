@@ -210,7 +210,7 @@ class Gpu(Structure):
         ("device", c_uint32),
         ("links", c_uint32),
         ("processes", c_uint32),
-        ("reserved", c_uint32),
+        ("field_limit", c_uint32),
         ("name", c_char * 96),
         ("uuid", c_char * 96),
         ("serial", c_char * 32),

@@ -412,6 +412,8 @@ ULL_CALL(nvmlDeviceGetCurrentClocksThrottleReasons, V_clock_event_reasons)
 nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count, field_value *out) {
   GPU(nvmlDeviceGetFieldValues);
   NEED(out && count > 0);
+  if (gpu->field_limit) /* a driver that refuses the whole call for one field it does not know */
+    for (int i = 0; i < count; i++) NEED(out[i].id < gpu->field_limit);
   struct timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
   CONSISTENT({
