@@ -79,6 +79,7 @@ class Bench:
 
         self.service = Service(settings, webhook_transport=httpx.MockTransport(answer))
         self.service.start()
+        eventually(lambda: self.service.engine.view.number)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._server = uvicorn.Server(
             uvicorn.Config(

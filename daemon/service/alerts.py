@@ -21,6 +21,8 @@ ENTER_OF, ENTER_WITHIN = 2, 3
 CERTAIN = 0.9
 """At this risk one cycle is enough."""
 LEAVE_SHARE = 0.5
+CROWD_SHARE, CROWD_MIN = 0.05, 50
+CROWD_KEY = "crowd:risk"
 SILENT_AFTER_S = 300.0
 """A node that has not reported for this long is reported itself."""
 
@@ -94,20 +96,52 @@ class DeviceAlerts:
         table = schema.alerts.c
         rows = run.execute(
             sqlalchemy.select(table.key, table.level).where(
-                table.resolved.is_(None), table.key.like("risk:%")
+                table.resolved.is_(None), table.key.like("risk:%") | (table.key == CROWD_KEY)
             )
         ).all()
         return cls({row.key: row.level for row in rows})
 
     def step(self, view: View, silences: Silences) -> list[Change]:
-        """What changes with this view: pure but for its own memory."""
+        """What changes with this view: pure but for its own memory.
+
+        When very many rise at once, one thing is behind it: that is told, and the single ones are left alone until
+        it has passed.
+        """
+        changes = self._changes(view, silences)
+        raised = [c for c in changes if c.level and c.key not in self.open]
+        crowd = len(raised) > max(CROWD_MIN, CROWD_SHARE * len(view.devices))
+        if crowd:
+            changes = [c for c in changes if c.key in self.open]
+            nodes = {c.node for c in raised}
+            reason = max(raised, key=lambda c: len(c.reason)).reason
+            changes.append(
+                Change(
+                    CROWD_KEY,
+                    "critical",
+                    title=f"{len(raised)} devices of {len(nodes)} nodes rise together",
+                    reason=f"look for one cause (cooling, power, a new driver or firmware); one of them: {reason}",
+                    simulated=all(c.simulated for c in raised),
+                )
+            )
+        elif CROWD_KEY in self.open:
+            changes.append(Change(CROWD_KEY, ""))
+        for change in changes:
+            if change.level:
+                self.open[change.key] = change.level
+            else:
+                self.open.pop(change.key, None)
+        return changes
+
+    def _changes(self, view: View, silences: Silences) -> list[Change]:
         changes: list[Change] = []
         standing: dict[str, float] = {}
         for row in view.order:
             if view.worst[row] < LEVEL_FLOORS[1]:
                 break
             standing[view.devices[int(row)]] = float(view.decisive[row])
-        for device in dict.fromkeys([*standing, *(k.removeprefix("risk:") for k in self.open)]):
+        for device in dict.fromkeys(
+            [*standing, *self._seen, *(k.removeprefix("risk:") for k in self.open if k != CROWD_KEY)]
+        ):
             risk = standing.get(device)
             if risk is None:
                 row_at = view.row_of.get(device)
@@ -118,13 +152,8 @@ class DeviceAlerts:
                 continue
             if level and silences.device(device, view.time):
                 continue
-            if level:
-                self.open[key] = level
-                changes.append(self._raised(view, device, key, level, risk))
-            else:
-                del self.open[key]
-                changes.append(Change(key, ""))
-        self._seen = {d: s for d, s in self._seen.items() if d in standing}
+            changes.append(self._raised(view, device, key, level, risk) if level else Change(key, ""))
+        self._seen = {d: s for d, s in self._seen.items() if any(s)}
         return changes
 
     def _level(self, device: str, risk: float) -> str:

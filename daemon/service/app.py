@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.staticfiles import StaticFiles
 
 from forewarn import __version__
@@ -132,12 +133,27 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(api_jobs.router)
     _add_health(app)
     app.openapi = _openapi_of(app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    app.router.routes.append(Route("/v1/{rest:path}", _unknown, methods=["GET", "HEAD"]))
     if (PAGE / "index.html").is_file():
         app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
     else:
         app.add_api_route("/", _no_page, include_in_schema=False)
     app.add_middleware(Guard, service=service)
     return app
+
+
+async def _unknown(request: Request) -> Response:
+    """The page takes every path that is left; below /v1 a wrong method must still be told from a wrong path."""
+    app: FastAPI = request.app
+    allowed = {
+        method
+        for route in app.router.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is Match.PARTIAL
+        for method in route.methods or ()
+    }
+    if allowed:
+        return document(405, "Method Not Allowed", headers={"Allow": ", ".join(sorted(allowed))})
+    return document(404, f"{request.url.path} does not exist; /docs shows what does")
 
 
 async def _no_page() -> JSONResponse:

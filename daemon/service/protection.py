@@ -106,15 +106,20 @@ def save_pays(chance: float, age_s: float, save_s: float) -> bool:
     return chance > 0.0 and age_s > trust_threshold_s(save_s, chance)
 
 
-def decide(job: JobCosts, devices: Sequence[DeviceRisk], window_s: float = WINDOW_S) -> Decision:
-    """Weigh what may be lost against what a save, or a save and a swap, costs."""
+def decide(
+    job: JobCosts, devices: Sequence[DeviceRisk], window_s: float = WINDOW_S, total: int | None = None
+) -> Decision:
+    """Weigh what may be lost against what a save, or a save and a swap, costs.
+
+    Devices whose highest risk is below MIN_EXCESS may be left out of `devices`; `total` then tells how many there are.
+    """
     chances = {d.device: 1.0 if d.fatal else excess(d, window_s) for d in devices}
     counted = sorted((d for d in chances if chances[d] >= MIN_EXCESS), key=lambda d: (-chances[d], d))
     fatal = any(d.fatal for d in devices)
     chance = together([chances[d] for d in counted])
     if not counted:
         return Decision("", 0.0, 0.0, 0.0, (), why="no device stands out")
-    common = len(counted) >= COMMON_CAUSE_MIN and len(counted) > COMMON_CAUSE_SHARE * len(devices)
+    common = len(counted) >= COMMON_CAUSE_MIN and len(counted) > COMMON_CAUSE_SHARE * (total or len(devices))
     action = _action(job, chance, fatal, common)
     leaving = action.endswith("drain")
     loss_s = chance * (job.age_s + (job.downtime_s + job.recovery_s if leaving else 0.0))

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import sqlalchemy
 import structlog
+from numpy.typing import NDArray
 from sqlalchemy.engine import Connection, RowMapping
 
 from forewarn.collectors.clock import Clock
 from forewarn.daemon.service import alerts, outbox, schema
 from forewarn.daemon.service.database import Database
 from forewarn.daemon.service.problems import Problem
-from forewarn.daemon.service.protection import DeviceRisk, JobCosts, cool_down_s, decide
+from forewarn.daemon.service.protection import MIN_EXCESS, DeviceRisk, JobCosts, cool_down_s, decide
 from forewarn.daemon.service.silences import Silences
 from forewarn.daemon.service.view import View, node_of, raised
 from forewarn.models.rules import RuleHit
@@ -69,14 +70,17 @@ class JobBook:
             found = found.union(*(j for d, j in self.by_device.items() if node_of(d) == device))
         return found
 
-    def devices(self, job: str, view: View) -> list[str]:
-        """Devices of a job that the view knows; the nodes of single devices count as well."""
+    def view_rows(self, job: str, view: View) -> NDArray[np.int64]:
+        """Rows of a job's devices in a view, rising; the nodes of single devices count as well."""
         row = self.rows[job]
-        rows = [r for n in row["nodes"] for r in view.rows_of_node.get(n, ())]
-        names = {view.devices[int(r)] for r in rows}
-        names |= {d for d in row["devices"] if d in view.row_of}
-        names |= {n for d in row["devices"] if (n := node_of(d)) in view.row_of}
-        return sorted(names)
+        parts = [view.rows_of_node[n] for n in row["nodes"] if n in view.rows_of_node]
+        single = {view.row_of[d] for d in row["devices"] if d in view.row_of}
+        single |= {view.row_of[n] for d in row["devices"] if (n := node_of(d)) in view.row_of}
+        return np.unique(np.concatenate([np.empty(0, np.int64), *parts, np.array(sorted(single), np.int64)]))
+
+    def devices(self, job: str, view: View) -> list[str]:
+        """Devices of a job that the view knows."""
+        return sorted(view.devices[int(r)] for r in self.view_rows(job, view))
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,8 @@ class Protections:
             return []
         settled = {t.split("@", 1)[1].rsplit("@", 1)[0] for t in known if t.count("@") == 2}
         risks = self._risks(book, view, job, news, settled, silences, usual, now)
-        decision = decide(_costs(row, now), risks)
+        total = len(book.view_rows(job, view))
+        decision = decide(_costs(row, now), risks, total=total)
         if not decision.action:
             return []
         if not news and self._too_soon(past, decision.devices, row, decision.chance, now):
@@ -158,9 +163,7 @@ class Protections:
         view = raised(view, {h.device: (h.floors, h.text) for h in news})
         reasons = _reasons(view, news, decision.devices)
         if decision.common_cause:
-            reasons.insert(
-                0, f"{len(decision.devices)} of {len(risks)} devices rise together: one common cause"
-            )
+            reasons.insert(0, f"{len(decision.devices)} of {total} devices rise together: one common cause")
         return self._make(
             run,
             row,
@@ -185,7 +188,10 @@ class Protections:
         now: float,
     ) -> list[DeviceRisk]:
         fatal = {h.device: h for h in news}
-        names = dict.fromkeys([*book.devices(job, view), *fatal])
+        rows = book.view_rows(job, view)
+        # What is below this at every horizon cannot count; most of a large job is.
+        standing = rows[view.worst[rows] >= MIN_EXCESS]
+        names = dict.fromkeys([*(view.devices[int(r)] for r in standing), *fatal])
         return [
             DeviceRisk(d, view.risks(d), usual.base(view, d), fatal=d in fatal)
             for d in names

@@ -73,6 +73,7 @@ class Reactor:
         self._book = JobBook()
         self._book_stale = True
         self._device_alerts = DeviceAlerts()
+        self._alerts_stale = False
         self._silent: set[str] = set()
         self.reacted = 0
         """All log segments up to this one have been reacted to."""
@@ -175,25 +176,44 @@ class Reactor:
         # Protections and the outbox change jobs as well, so each cycle reads them anew.
         self._book_stale = self._book_stale or view is not None
         if batches or view is not None:
-            with self._database.write() as run:
-                book = self._jobs(run)
-                for batch, received in batches:
-                    self._insert_events(run, batch, received, told)
+            with self._database.read() as run:
                 silences = Silences.read(run, now)
-                if told.hits:
-                    told.protections += self._protections.on_hits(
-                        run, book, self._current_view(), told.hits, silences
-                    )
-                if view is not None:
-                    told.protections += self._protections.on_view(run, book, view, silences)
-                    changes = self._device_alerts.step(view, silences)
-                    alerts.write(run, changes, now)
-                    told.alerts = len(changes)
+                if self._alerts_stale:
+                    self._device_alerts, self._alerts_stale = DeviceAlerts.read(run), False
+            changes = [] if view is None else self._device_alerts.step(view, silences)
+            try:
+                self._write(batches, view, silences, changes, told, now)
+            except StorageError:
+                # What was said to be open was not written: go on from what the database says.
+                self._alerts_stale = True
+                raise
             self._on_told(told)
         for item in items:
             if isinstance(item, Sealed):
                 self.reacted = item.number
                 self._on_sealed(item.number)
+
+    def _write(
+        self,
+        batches: Sequence[tuple[Batch, float]],
+        view: View | None,
+        silences: Silences,
+        changes: list[alerts.Change],
+        told: Told,
+        now: float,
+    ) -> None:
+        with self._database.write() as run:
+            book = self._jobs(run)
+            for batch, received in batches:
+                self._insert_events(run, batch, received, told)
+            if told.hits:
+                told.protections += self._protections.on_hits(
+                    run, book, self._current_view(), told.hits, silences
+                )
+            if view is not None:
+                told.protections += self._protections.on_view(run, book, view, silences)
+                alerts.write(run, changes, now)
+                told.alerts = len(changes)
 
     def _jobs(self, run: Connection) -> JobBook:
         """The jobs; protections that complete change them, so they are read anew whenever somebody says so."""

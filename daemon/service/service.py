@@ -66,19 +66,23 @@ class Service:
         self.data = Path(settings.data)
         self.host, self.port = parse_address(settings.listen, "service.listen")
         self.loopback = is_loopback(self.host)
-        self._lock = lock_folder(self.data)
-        self.models, self.models_path = load_models(settings.models)
-        self.database = open_database(self.data, settings.database_url)
-        self.tokens = TokenBook(self.database, self.clock)
-        if not self.tokens.refresh() and not self.loopback:
-            self.database.close()
-            raise ConfigError(
-                f"service.listen: {settings.listen} is not a loopback address, and there is no token: make one with "
-                "`forewarn token create --role operator` first"
-            )
         self.policy = TargetPolicy(
             settings.allow_webhook_hosts, allow_insecure=settings.allow_insecure_webhooks
         )
+        with contextlib.ExitStack() as undo:
+            lock = lock_folder(self.data)
+            undo.callback(os.close, lock)
+            self._lock = lock
+            self.models, self.models_path = load_models(settings.models)
+            self.database = open_database(self.data, settings.database_url)
+            undo.callback(self.database.close)
+            self.tokens = TokenBook(self.database, self.clock)
+            if not self.tokens.refresh() and not self.loopback:
+                raise ConfigError(
+                    f"service.listen: {settings.listen} is not a loopback address, and there is no token: make one "
+                    "with `forewarn token create --role operator` first"
+                )
+            undo.pop_all()
         self.protections = protections.Protections(
             self.clock,
             protections.Limits(

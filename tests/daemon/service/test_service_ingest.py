@@ -52,12 +52,8 @@ def test_many_senders_share_one_fsync(bench: Bench, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "fdatasync", slow)
     with ThreadPoolExecutor(16) as pool:
-        futures = [
-            pool.submit(
-                lambda i=i: bench.service.journal.append(journal.Record(journal.BATCH, 0.0, b"x" * i))
-            )
-            for i in range(200)
-        ]
+        records = [journal.Record(journal.BATCH, 0.0, b"x" * i) for i in range(200)]
+        futures = [pool.submit(bench.service.journal.append, record) for record in records]
         for future in futures:
             future.result().result(timeout=10)
     assert bench.service.journal.appended == 200
@@ -152,7 +148,7 @@ def test_a_full_disk_is_never_acknowledged_and_comes_back(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal.os, "write", full)
+        patch.setattr(os, "write", full)
         answer = bench.send(batch(sequence=2))
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) > 0

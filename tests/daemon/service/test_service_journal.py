@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -82,14 +83,14 @@ def test_after_a_failed_write_nothing_of_it_remains(tmp_path: Path, monkeypatch:
     log.append(Record(BATCH, 1.0, b"kept")).result(5)
     failing = threading.Event()
     failing.set()
-    real = journal.os.fdatasync
+    real = os.fdatasync
 
     def fail(file: int) -> None:
         if failing.is_set():
             raise OSError(5, "Input/output error")
         real(file)
 
-    monkeypatch.setattr(journal.os, "fdatasync", fail)
+    monkeypatch.setattr(os, "fdatasync", fail)
     with pytest.raises(StorageError, match="Input/output error"):
         log.append(Record(BATCH, 1.0, b"lost")).result(5)
     assert log.trouble

@@ -131,13 +131,11 @@ def test_kill_9_again_and_again_loses_nothing_and_doubles_nothing(process: Proce
     for agent in agents:
         agent.start()
     for _ in range(3):
-        before = sum(a.acknowledged for a in agents)
-        eventually(lambda b=before: sum(a.acknowledged for a in agents) > b + 10, deadline_s=60)
+        _await_progress(agents)
         time.sleep(chance.uniform(0, 1.2))  # a random moment is the point here
         process.kill()
         process.start()
-    before = sum(a.acknowledged for a in agents)
-    eventually(lambda: sum(a.acknowledged for a in agents) > before + 10, deadline_s=60)
+    _await_progress(agents)
     stop.set()
     for agent in agents:
         agent.join()
@@ -151,6 +149,11 @@ def test_kill_9_again_and_again_loses_nothing_and_doubles_nothing(process: Proce
         allowed = {agent.acknowledged, max(agent.acknowledged, agent.unknown)}
         assert stored in [list(range(1, last + 1)) for last in allowed]
         assert events.count(agent.node) in {last // 3 for last in allowed}
+
+
+def _await_progress(agents: list[Agent]) -> None:
+    before = sum(a.acknowledged for a in agents)
+    eventually(lambda: sum(a.acknowledged for a in agents) > before + 10, deadline_s=60)
 
 
 def _events_in(folder: Path) -> list[str]:
