@@ -16,6 +16,7 @@ import msgspec
 import pynvml as nvml
 
 from forewarn.collectors.clock import Clock, SystemClock
+from forewarn.collectors.nvml_calls import OpenGpu
 from forewarn.collectors.nvml_protocol import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -32,7 +33,6 @@ from forewarn.collectors.nvml_protocol import (
     frame,
 )
 from forewarn.collectors.nvml_reader import (
-    OpenGpu,
     Reader,
     RestartError,
     code_of,
