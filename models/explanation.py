@@ -18,6 +18,8 @@ from forewarn.models.signals import COUNTER, HOUR_S
 
 LEAST_CONTRIBUTION = 0.05
 """Log odds under which a contribution is not worth a word."""
+MOST_NEIGHBOURS = 64
+"""Beyond this many devices a node is no set of peers (all disks of a storage site under one name)."""
 WORTH_A_RATIO = 2.0
 """A value is set against its node's median from this many times it on."""
 
@@ -79,7 +81,6 @@ def of_model(
     """The features that raise a device's risk most, one for each signal, strongest first."""
     one = table.rows([row])
     weights = model.contributions(model.select(one), horizon_s)[0][:-1]
-    at = {n: i for i, n in enumerate(table.names)}
     by_subject: dict[str, list[tuple[float, str]]] = {}
     for name, weight in zip(model.manifest.features, weights.tolist(), strict=True):
         by_subject.setdefault(name.split(".", 1)[0], []).append((weight, name))
@@ -91,8 +92,8 @@ def of_model(
     for weight, name, subject in ranked[:top]:
         if weight < LEAST_CONTRIBUTION:
             break
-        value = float(table.values[row, at[name]])
-        words = Words(engine, table, row, at)
+        value = float(table.values[row, table.column_of[name]])
+        words = Words(engine, table, row)
         text, since, evidence = words.of(subject, name)
         evidence["share"] = round(weight / max(float(np.maximum(weights, 0).sum()), 1e-9), 3)
         shown = None if math.isnan(value) else value
@@ -103,8 +104,8 @@ def of_model(
 class Words:
     """Turns the features of one device into words."""
 
-    def __init__(self, engine: FeatureEngine, table: FeatureTable, row: int, at: dict[str, int]) -> None:
-        self.engine, self.table, self.row, self.at = engine, table, row, at
+    def __init__(self, engine: FeatureEngine, table: FeatureTable, row: int) -> None:
+        self.engine, self.table, self.row, self.at = engine, table, row, table.column_of
         self.device = table.devices[row]
 
     def of(self, subject: str, name: str) -> tuple[str, float | None, dict[str, object]]:
@@ -193,14 +194,12 @@ class Words:
         return max(float(start) - width, first)
 
     def _node_median(self, name: str) -> float | None:
-        node = self.device.partition("/")[0] + "/"
         column: NDArray[np.float32] = self.table.values[:, self.at[name]]
-        others = [
-            float(column[i])
-            for i, d in enumerate(self.table.devices)
-            if i != self.row and d.startswith(node) and not math.isnan(float(column[i]))
-        ]
-        if len(others) < 2 or len(others) > 64:
+        rows = self.table.rows_of_node[self.device.partition("/")[0]]
+        if len(rows) > MOST_NEIGHBOURS:
+            return None
+        others = [float(column[i]) for i in rows if i != self.row and not math.isnan(float(column[i]))]
+        if len(others) < 2:
             return None
         return math.expm1(float(np.median(others)))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,24 @@ class FeatureTable:
     def known(self) -> NDArray[np.bool_]:
         """True where a value is known; same shape as `values`."""
         return ~np.isnan(self.values)
+
+    @cached_property
+    def row_of(self) -> dict[str, int]:
+        """Row of each device."""
+        return {d: i for i, d in enumerate(self.devices)}
+
+    @cached_property
+    def rows_of_node(self) -> dict[str, list[int]]:
+        """Rows of the devices of each node."""
+        found: dict[str, list[int]] = {}
+        for i, device in enumerate(self.devices):
+            found.setdefault(device.split("/", 1)[0], []).append(i)
+        return found
+
+    @cached_property
+    def column_of(self) -> dict[str, int]:
+        """Column of each feature."""
+        return {n: i for i, n in enumerate(self.names)}
 
     def rows(self, rows: NDArray[np.integer] | Sequence[int]) -> FeatureTable:
         """The same table with some devices only."""

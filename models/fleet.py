@@ -67,7 +67,6 @@ class Fleet:
         self._event_hits: dict[str, dict[str, RuleHit]] = {}
         self._reading_hits: dict[str, dict[str, RuleHit]] = {}
         self._tables: dict[str, FeatureTable] = {}
-        self._row_of: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         self._splits: dict[tuple[str, ...], dict[str, NDArray[np.int64]]] = {}
 
     def set_model(self, kind: str, model: RiskModel | None) -> None:
@@ -268,7 +267,6 @@ class Fleet:
         for kind, engine in self.engines.items():
             table = engine.features(now)
             self._tables[kind] = table
-            self._row_of[kind] = {d: i for i, d in enumerate(table.devices)}
             out[kind] = self._risk(kind, table)
         return out
 
@@ -282,7 +280,7 @@ class Fleet:
             model_risk = model.predict(table)
         rule_risk = np.zeros_like(model_risk)
         self._find_reading_hits(kind, table.time)
-        row_of = self._row_of[kind]
+        row_of = table.row_of
         for device in {*self._event_hits, *self._reading_hits}:
             row = row_of.get(device)
             if row is None:
@@ -343,7 +341,7 @@ class Fleet:
         reasons = [explanation.of_rule(h) for h in self.active_hits(device, now)]
         kind = self.kind_of(device)
         model, table = self.models.get(kind), self._tables.get(kind)
-        row = self._row_of.get(kind, {}).get(device)
+        row = None if table is None else table.row_of.get(device)
         if model is not None and table is not None and row is not None:
             reasons += explanation.of_model(self.engines[kind], model, table, row, horizon_s, top)
         return explanation.strongest(reasons, top)

@@ -30,7 +30,7 @@ METRICS = [
     "gpu_clock_event_reasons",
 ]
 COUNTER = "gpu_ecc_dram_corrected_total"
-SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)
