@@ -118,6 +118,10 @@ class ControllerConfig(msgspec.Struct, forbid_unknown_fields=True):
     """What a save costs the job, until the service has measured it."""
     restart_seconds: float = 600.0
     """What a restart after a failure costs the job, besides the steps lost."""
+    swap_seconds: float | None = None
+    """What moving the job to a spare node takes; unset: there is no spare, so nothing but a save is asked."""
+    dry_run: bool = False
+    """The service decides and records for this job, and asks for nothing."""
     poll_interval_s: float = 0.0
     """Above 0: ask the service for protections as well, where no webhook can reach this receiver."""
     state: str = "/var/lib/forewarn/controller"

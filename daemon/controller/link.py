@@ -118,7 +118,7 @@ class Messenger:
         self._mailbox = mailbox
         self._client = client
         self._job = job
-        self._registration = registration
+        self.registration = registration
         self._registered: dict[str, Any] | None = None
         self._poll_interval_s = poll_interval_s
         self._interval_s = interval_s
@@ -142,9 +142,9 @@ class Messenger:
 
     def _register(self) -> bool:
         """Register the job, and again whenever the loop has saved since."""
-        if self._registration is None:
+        if self.registration is None:
             return True
-        body = dict(self._registration)
+        body = dict(self.registration)
         noted = self._mailbox.last_checkpoint()
         if noted is not None:
             body["last_checkpoint"] = datetime.fromtimestamp(noted["time"], tz=UTC).isoformat()

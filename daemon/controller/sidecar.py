@@ -38,7 +38,11 @@ class Controller:
                 "controller.job: name the job, or the service cannot know whose nodes these are"
             )
         self.mailbox = Mailbox(settings.state, clock)
-        self.receiver = Receiver(make_app(self.mailbox, verifier, settings.job), host, port)
+        try:
+            self.receiver = Receiver(make_app(self.mailbox, verifier, settings.job), host, port)
+        except ConfigError:
+            self.mailbox.close()
+            raise
         self.url = settings.webhook_url or _local_url(host, self.receiver.port)
         self.messenger = Messenger(
             self.mailbox,
@@ -75,13 +79,17 @@ class Controller:
         webhook = {"url": self.url, "secret": found[0]}
         if len(found) > 1:
             webhook["old_secret"] = found[1]
-        return {
+        body: dict[str, Any] = {
             "nodes": settings.nodes,
             "devices": settings.devices,
             "webhook": webhook,
             "checkpoint_seconds": settings.checkpoint_seconds,
             "restart_seconds": settings.restart_seconds,
+            "dry_run": settings.dry_run,
         }
+        if settings.swap_seconds is not None:
+            body["swap_seconds"] = settings.swap_seconds
+        return body
 
 
 def _local_url(host: str, port: int) -> str:
