@@ -407,6 +407,9 @@ class FeatureEngine:
         # A device that was silent this long is gone; scoring it would only show its last state for ever.
         active = np.maximum(self._rings.seen[rows], places.last_event[rows])
         rows = rows[self.now - active <= GONE_AFTER_S[self.kind]]
+        if not len(rows):
+            names = feature_names(self.kind)
+            return FeatureTable(self.now, self.kind, [], names, np.empty((0, len(names)), np.float32))
         made = self._columns(self.now, rows)
         values = np.empty((len(rows), len(made.names)), np.float32)
         for i, column in enumerate(made.values):

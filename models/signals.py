@@ -8,7 +8,7 @@ reports the AER counters of DCGM and one that reports only replays are read alik
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from forewarn.collectors.catalog import METRICS
 
@@ -67,16 +67,19 @@ class Scheme:
 
     def signal(self, name: str) -> int:
         """Column of a signal."""
-        return _columns(self)[name]
+        return self._signal_at[name]
 
     def window(self, name: str) -> int:
         """Number of a window."""
-        return next(i for i, w in enumerate(self.windows) if w.name == name)
+        return self._window_at[name]
 
+    @cached_property
+    def _signal_at(self) -> dict[str, int]:
+        return {s.name: i for i, s in enumerate(self.signals)}
 
-@cache
-def _columns(scheme: Scheme) -> dict[str, int]:
-    return {s.name: i for i, s in enumerate(scheme.signals)}
+    @cached_property
+    def _window_at(self) -> dict[str, int]:
+        return {w.name: i for i, w in enumerate(self.windows)}
 
 
 def _counter(name: str, text: str, *metrics: str) -> Signal:
