@@ -260,12 +260,12 @@ class NvmlCollector:
 
     def _part(self, part: Part, reading: Reading) -> None:
         device = part.device
-        for metric, value, label in part.samples:
-            reading.samples.append(
-                Sample(device, metric, value, {METRICS[metric].labels[0]: label})
-                if label
-                else Sample(device, metric, value)
-            )
+        reading.samples += [
+            Sample(device, metric, value, {METRICS[metric].labels[0]: label})
+            if label
+            else Sample(device, metric, value)
+            for metric, value, label in part.samples
+        ]
         reading.events += self._conditions.part(part)
         if part.faults:
             reading.errors.append(

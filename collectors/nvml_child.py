@@ -73,7 +73,9 @@ class Child:
         try:
             if os.write(self._input.fileno(), data) != len(data):
                 raise ChildGoneError("the NVML process does not take requests")
-        except OSError as error:  # broken pipe, or a pipe that is full because nobody reads
+        except BrokenPipeError as error:
+            raise ChildGoneError(self._ended()) from error
+        except OSError as error:  # a pipe that is full because nobody reads
             raise ChildGoneError(f"the NVML process does not take requests: {error}") from error
 
     def receive(self, wait_s: float) -> list[Reply]:
@@ -88,7 +90,7 @@ class Child:
             if replies:
                 return replies
             if ended:
-                raise ChildGoneError(f"the NVML process ended with status {self._wait(CLOSE_WAIT_S)}")
+                raise ChildGoneError(self._ended())
             left = until - self._clock.monotonic()
             if left <= 0:
                 return []
@@ -107,6 +109,9 @@ class Child:
         self._close_pipes()
         self._process.kill()
         return self._wait(CLOSE_WAIT_S) is not None
+
+    def _ended(self) -> str:
+        return f"the NVML process ended with status {self._wait(CLOSE_WAIT_S)}"
 
     def _close_pipes(self) -> None:
         for pipe in (self._input, self._output):

@@ -173,14 +173,15 @@ class Conditions:
 
     def part(self, part: Part) -> list[Event]:
         """One GPU was read."""
-        pci = self._pci(part.device)
         events: list[Event] = []
-        codes = {fault.code for fault in part.faults}
-        events += self._edge(part.device, pci, "gpu_lost", GPU_IS_LOST in codes, "lost", "RESTART_BM")
-        events += self._edge(
-            part.device, pci, "gpu_reset_required", RESET_REQUIRED in codes, "reset_required", "RESET_GPU"
-        )
-        events += self._failing(part, pci)
+        pci = self._pci(part.device)
+        if part.faults or self._raised or self._streaks:
+            codes = {fault.code for fault in part.faults}
+            events += self._edge(part.device, pci, "gpu_lost", GPU_IS_LOST in codes, "lost", "RESTART_BM")
+            events += self._edge(
+                part.device, pci, "gpu_reset_required", RESET_REQUIRED in codes, "reset_required", "RESET_GPU"
+            )
+            events += self._failing(part, pci)
         recovery = next((int(v) for metric, v, _ in part.samples if metric == "gpu_recovery_action"), None)
         if recovery is not None and recovery != self._recovery.get(part.device, 0):
             self._recovery[part.device] = recovery

@@ -159,11 +159,12 @@ class Reader:
         if not self._read_fields(gpu, tier, now, probe_after_s, part):
             return False
         answered = {metric for metric, _, _ in part.samples} if tier == "medium" else ()
+        absent = gpu.absent
         for call in self._calls[tier]:
-            until = gpu.absent.get(call.name)
-            if until is not None and now < until:
+            name = call.name
+            if absent and now < absent.get(name, now):
                 continue
-            if call.name in IN_FIELDS and (
+            if name in IN_FIELDS and (
                 IN_FIELDS[call.name] in answered or gpu.device in self._served_by_fields(gpu, call.name)
             ):
                 continue
