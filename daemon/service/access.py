@@ -17,7 +17,7 @@ from forewarn.daemon.service.service import Service
 from forewarn.daemon.service.tokens import ANONYMOUS, Principal
 
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
-LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1", "testserver"})
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 bearer = HTTPBearer(auto_error=False, description="A token made by `forewarn token create`")
 """Only for the documentation: the header is read below."""

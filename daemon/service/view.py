@@ -45,7 +45,7 @@ class KindRisk:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """One node in a view."""
+    """One node in a view. `devices` counts its parts, not the node itself; its risk counts both."""
 
     node: str
     devices: int
@@ -216,7 +216,7 @@ def make_view(
         names = [layout.devices[int(r)] for r in rows]
         nodes[node] = NodeRow(
             node=node,
-            devices=len(rows),
+            devices=sum(1 for n in names if n != node),
             max_risk=float(worst[rows].max()),
             level=level_of(float(decisive[rows].max())),
             simulated=any((d := described.get(n)) is not None and d.simulated for n in names),

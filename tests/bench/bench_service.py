@@ -34,6 +34,8 @@ from service_bench import Bench, batch, eventually, make_settings, xid  # noqa: 
 
 NODES, GPUS = 10_000, 8
 CONNECTIONS, SECONDS = 32, 4.0
+PACE_PER_S = 1000
+"""What 10,000 nodes send that report every 10 s."""
 QUERIES, FATAL_EVENTS = 300, 30
 METRIC_NAMES = (
     "gpu_temperature_celsius",
@@ -121,13 +123,20 @@ class Load:
     def __init__(self, port: int, token: str) -> None:
         self._port, self._token = port, token
         self.latencies: list[float] = []
+        self._sequence = 0
 
-    async def _connection(self, number: int, end: float) -> None:
+    async def _connection(self, number: int, end: float, interval_s: float) -> None:
+        """One node. Its values are packed once: packing is the agent's work, and not what is measured here."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        sequence = 0
+        plain = msgspec.msgpack.decode(report(number, 1), type=wire.Batch)
+        due = time.perf_counter() + interval_s * number / CONNECTIONS
         while time.perf_counter() < end:
-            sequence += 1
-            body, encoding = wire.compress(report(number, sequence))
+            if interval_s:
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                due += interval_s
+            self._sequence += 1
+            sent = msgspec.structs.replace(plain, sequence=self._sequence, sent=time.time())
+            body, encoding = wire.compress(wire.encode(sent))
             head = (
                 f"POST /v1/ingest HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {self._token}\r\n"
                 f"Content-Length: {len(body)}\r\n"
@@ -143,11 +152,13 @@ class Load:
             self.latencies.append(time.perf_counter() - began)
         writer.close()
 
-    async def run(self, seconds: float) -> float:
-        """Requests a second."""
+    async def run(self, seconds: float, rate: float = 0.0) -> float:
+        """Requests a second; with `rate` no more than so many are sent."""
+        self.latencies.clear()
+        interval_s = CONNECTIONS / rate if rate else 0.0
         end = time.perf_counter() + seconds
         began = time.perf_counter()
-        await asyncio.gather(*(self._connection(i, end) for i in range(CONNECTIONS)))
+        await asyncio.gather(*(self._connection(i, end, interval_s) for i in range(CONNECTIONS)))
         return len(self.latencies) / (time.perf_counter() - began)
 
 
@@ -162,24 +173,14 @@ def measured(command: list[str], port: int, token: str, environment: dict[str, s
     process = subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.DEVNULL)
     try:
         eventually(lambda: reachable(port), 60)
-        asyncio.run(Load(port, token).run(0.5))
         load = Load(port, token)
-        # Another stream of numbers would be duplicates: the first run took the low ones.
-        rate = asyncio.run(_renumbered(load))
+        asyncio.run(load.run(0.5))
+        rate = asyncio.run(load.run(SECONDS))
+        asyncio.run(load.run(SECONDS, PACE_PER_S))
         return rate, float(np.percentile(load.latencies, 99) * 1e3)
     finally:
         process.terminate()
         process.wait(20)
-
-
-async def _renumbered(load: Load) -> float:
-    global report
-    plain = report
-    report = lambda node, sequence: plain(node + 1000, sequence)  # noqa: E731
-    try:
-        return await load.run(SECONDS)
-    finally:
-        report = plain
 
 
 def reachable(port: int) -> bool:
@@ -209,7 +210,7 @@ def throughput(folder: Path) -> list[dict[str, Any]]:
             1000,
             True,
         ),
-        row("ingest p99 at full speed, 32 connections", p99, "ms", floor_p99, None),
+        row(f"ingest p99 at {PACE_PER_S} requests/s", p99, "ms", floor_p99, 50.0),
     ]
 
 
