@@ -9,8 +9,6 @@ import os
 import secrets
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -24,13 +22,14 @@ from forewarn.collectors.errors import ConfigError, ForewarnError, StorageError,
 from forewarn.daemon.demo import network
 from forewarn.daemon.demo.parts import Parts
 from forewarn.daemon.demo.story import Story
+from forewarn.daemon.service import tokens
+from forewarn.daemon.service.database import open_database
 
 JOB = "demo-training"
 NODES, GPUS_PER_NODE = 16, 8
 CYCLE_INTERVAL_S = 2.0
 WATCH_INTERVAL_S = 0.5
 READY_TIMEOUT_S = 60.0
-TOKEN_TIMEOUT_S = 60.0
 CLI = "forewarn.daemon.cli"
 SETTINGS_NAME = "demo.toml"
 
@@ -60,13 +59,10 @@ class Stage:
         environment = environment_of(os.environ)
         settings = self._write_settings()
         parts = self._parts = Parts(self.folder / "logs")
-        # The first token makes the database; the others are made while the service starts.
-        self._make_token("operator", ["--role", "operator"], settings, environment)
+        self._make_tokens()
         if stop.is_set():
             return
         parts.start("service", [CLI, "serve", "--config", str(settings)], environment)
-        self._make_token("fleet", ["--role", "agent", "--node", "*"], settings, environment)
-        self._make_token("agent", ["--role", "agent", "--node", self._host_node], settings, environment)
         self._wait_ready(stop)
         if stop.is_set():
             return
@@ -236,30 +232,22 @@ restart_seconds = 300.0
         )
         return path
 
-    def _make_token(
-        self, name: str, words: list[str], settings: Path, environment: Mapping[str, str]
-    ) -> None:
-        """A token from the service's own command, straight into a file that only we can read."""
-        path = self.folder / f"{name}.token"
-        command = [sys.executable, "-m", CLI, "token", "--config", str(settings), "create", *words]
-        try:
-            made = self._run(command, environment)
-        except subprocess.TimeoutExpired:
-            raise UnavailableError(f"demo: no token for {name} within {TOKEN_TIMEOUT_S:g} s") from None
-        if made.returncode != 0:
-            raise UnavailableError(f"demo: no token for {name}: {made.stderr.strip()}")
-        write_private(path, made.stdout.strip().splitlines()[-1] + "\n")
+    def _make_tokens(self) -> None:
+        """One token for each part, into files that only we can read, by what `forewarn token create` calls.
 
-    def _run(self, command: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            env=dict(environment),
-            capture_output=True,
-            process_group=0,
-            text=True,
-            timeout=TOKEN_TIMEOUT_S,
-            check=False,
-        )
+        In this process, since three starts of the command would be most of the demo's own start.
+        """
+        database = open_database(self.folder / "service")
+        try:
+            for name, role, node in (
+                ("operator", "operator", ""),
+                ("agent", "agent", self._host_node),
+                ("fleet", "agent", tokens.ANY_NODE),
+            ):
+                text = tokens.create(database, self._clock, role, node=node, name=f"demo {name}")
+                write_private(self.folder / f"{name}.token", text + "\n")
+        finally:
+            database.close()
 
     def _read(self, name: str) -> str:
         return (self.folder / name).read_text(encoding="utf-8").strip()

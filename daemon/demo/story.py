@@ -51,6 +51,7 @@ class Story:
     checkpoint: dict[str, Any] = field(default_factory=dict)
     _levels: dict[str, str] = field(default_factory=dict)
     _ended: str = ""
+    _saved: tuple[dict[str, Any], float, float] | None = None
     _began: float = 0.0
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -74,19 +75,27 @@ class Story:
         self.tell(Line(self.seconds, who, text, simulated, level))
 
     def step(
-        self, name: str, who: str, text: str, *, simulated: bool = False, level: str = "", **facts: Any
+        self,
+        name: str,
+        who: str,
+        text: str,
+        *,
+        simulated: bool = False,
+        level: str = "",
+        at: tuple[float, float] | None = None,
+        **facts: Any,
     ) -> bool:
-        """Tell a step unless it was told before; true when it is new."""
+        """Tell a step unless it was told before; true when it is new. `at`: when it was, by the clock and since start."""
+        moment, seconds = at or (self.clock.now(), self.seconds)
         with self._lock:
             if name in self.steps:
                 return False
-            now = datetime.fromtimestamp(self.clock.now(), tz=UTC)
             self.steps[name] = {
-                "at_seconds": round(self.seconds, 3),
-                "time": now.isoformat(timespec="milliseconds"),
+                "at_seconds": round(seconds, 3),
+                "time": datetime.fromtimestamp(moment, tz=UTC).isoformat(timespec="milliseconds"),
                 **facts,
             }
-        self.say(who, text, simulated=simulated, level=level)
+        self.tell(Line(seconds, who, text, simulated, level))
         return True
 
     def on_risk(self, items: list[Mapping[str, Any]]) -> None:
@@ -135,6 +144,7 @@ class Story:
             id=self.protection,
             device=device,
         )
+        self._tell_saved()
         state = item.get("state")
         if item.get("acknowledged") or state in ("accepted", "completed"):
             self.step("webhook_accepted", "controller", "took the signed webhook and accepted it")
@@ -185,18 +195,29 @@ class Story:
         event = line.get("event")
         if event == "started":
             self.say("training", f"a real loop is training from step {line['step']}")
-        elif event == "saved" and self.step(
+        elif event == "saved":
+            # The loop is quicker than our look at the service: its line waits for the reason of the save.
+            self._saved = self._saved or (dict(line), self.clock.now(), self.seconds)
+            if "protection_made" in self.steps:
+                self._tell_saved()
+        elif event == "unreadable":
+            self.say("training", f"{line['checkpoint']} cannot be read: {line['error']}", level="critical")
+
+    def _tell_saved(self) -> None:
+        if self._saved is None:
+            return
+        line, now, seconds = self._saved
+        if self.step(
             "checkpoint_saved",
             "training",
             f"saved a checkpoint at step {line['step']} in {float(line['seconds']) * 1000:.0f} ms: "
             f"{line['checkpoint']}",
+            at=(now, seconds),
             step=line["step"],
-            seconds=line["seconds"],
+            save_seconds=line["seconds"],
             checkpoint=line["checkpoint"],
         ):
-            self.checkpoint = dict(line)
-        elif event == "unreadable":
-            self.say("training", f"{line['checkpoint']} cannot be read: {line['error']}", level="critical")
+            self.checkpoint = line
 
     def summary(self) -> dict[str, Any]:
         """What `--once` prints."""

@@ -52,10 +52,14 @@ def test_whole_course(story: Story, clock: ManualClock, lines: list[Line]) -> No
     clock.advance(20)
     story.on_risk([device("warning", 0.5, "sim-01/gpu0"), device("watch", 0.1)])
     protection = {"id": "p1", "job": "job", "state": "open", "device": "sim-07/gpu3", "action": "checkpoint"}
-    story.on_protections([{"id": "p0", "job": "another", "state": "failed"}, protection])
-    assert "webhook_accepted" not in story.steps
     saved = {"event": "saved", "step": 9, "seconds": 0.01, "checkpoint": "/c/step-9", "protections": ["p1"]}
     story.on_loop(saved)
+    assert "checkpoint_saved" not in story.steps  # told after its reason, with its own time
+    clock.advance(0.5)
+    story.on_protections([{"id": "p0", "job": "another", "state": "failed"}, protection])
+    assert "webhook_accepted" not in story.steps
+    assert [line.who for line in lines[-2:]] == ["service", "training"]
+    assert story.steps["checkpoint_saved"]["at_seconds"] == 20.0
     story.on_protections([protection | {"state": "completed", "step": 9, "save_seconds": 0.01}])
     assert story.missing == ["checkpoint_verified"]
     story.step("checkpoint_verified", "training", "ok")
