@@ -85,7 +85,7 @@ class Story:
         at: tuple[float, float] | None = None,
         **facts: Any,
     ) -> bool:
-        """Tell a step unless it was told before; true when it is new. `at`: when it was, by the clock and since start."""
+        """Tell a step unless it was told before; true when it is new. `at`: wall time, and seconds since the start."""
         moment, seconds = at or (self.clock.now(), self.seconds)
         with self._lock:
             if name in self.steps:
