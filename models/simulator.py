@@ -244,7 +244,7 @@ def _host_metrics(state: NodeState) -> dict[str, tuple[slice, NDArray[np.floatin
         "node_memory_available_bytes": (host, np.round((1.9 - 0.8 * busy) * 1e12 / 2**30) * 2**30),
         "node_edac_corrected_errors_total": (host, edac),
         "agent_resident_bytes": (host, np.round(resident / 4096) * 4096),
-        "fabric_port_up": (port, np.ones(n)),
+        "fabric_port_up": (port, np.where(state.port_down, 0.0, 1.0)),
         "fabric_transmit_bytes_total": (port, np.cumsum(busy.astype(float) * 2e9 * state.step_s)),
     }
     for key, name in PORT_METRICS.items():

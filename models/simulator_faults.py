@@ -96,7 +96,8 @@ def _sram(state: NodeState, failure: Failure, begin: int, end: int, physics: Phy
     counter = state.counts["gpu_ecc_sram_corrected_total"][failure.gpu]
     first = _grow(state, failure, counter, begin, end, _total(state, 25, physics))
     if state.rng.random() < 0.25:
-        state.threshold[failure.gpu] = begin + int((end - begin) * state.rng.uniform(0.5, 1.0))
+        since = begin if first is None else first
+        state.threshold[failure.gpu] = since + int((end - since) * state.rng.uniform(0.5, 1.0))
     return _time(state, first)
 
 
@@ -104,14 +105,16 @@ def _off_bus(state: NodeState, failure: Failure, begin: int, end: int, physics: 
     rng, gpu = state.rng, failure.gpu
     total = _total(state, 80, physics)
     first = _grow(state, failure, state.counts["gpu_pcie_replay_total"][gpu], begin, end, total)
-    state.counts["gpu_pcie_correctable_errors_total"][gpu, begin:end] += np.round(
-        state.counts["gpu_pcie_replay_total"][gpu, begin:end] * rng.uniform(0.3, 1.5)
+    since = begin if first is None else first  # replays before are not of this failure
+    replays = state.counts["gpu_pcie_replay_total"][gpu, since:end]
+    state.counts["gpu_pcie_correctable_errors_total"][gpu, since:end] += np.round(
+        replays * rng.uniform(0.3, 1.5)
     )
     if rng.random() < 0.25:
-        step = begin + int((end - begin) * rng.uniform(0.3, 1.0))
+        step = since + int((end - since) * rng.uniform(0.3, 1.0))
         lanes = np.full(state.steps, 16, np.float32)
         lanes[step:end] = float(rng.choice([8, 4]))
-        state.width[gpu] = lanes
+        state.width[gpu] = np.minimum(state.width.get(gpu, lanes), lanes)
     if rng.random() < 0.5 and first is not None:
         when = np.sort(
             failure.time - (failure.time - state.times[first]) * rng.beta(1, 2, int(rng.integers(1, 8)))
@@ -353,6 +356,7 @@ def _end_fabric(state: NodeState, failure: Failure, end: int) -> None:
     state.note(_now(failure, 0.3), -1, "mlx5", "link_down", "error", "mlx5_0: port 1 down (simulated)")
     if end < state.steps:
         state.ports["downs"][end] += 1
+    state.port_down[end : state.step_at(failure.repaired)] = True
     if failure.repaired < state.times[-1]:
         state.note(failure.repaired, -1, "link_up", "interface", "info", "ib0: link up (simulated)")
 

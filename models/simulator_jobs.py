@@ -12,6 +12,7 @@ from forewarn.models.simulator_profiles import Physics
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
 Singles = NDArray[np.float32]
+LEAST_FILLER_S = 1800.0
 
 
 @dataclass
@@ -40,7 +41,11 @@ def schedule(
     while free and free[0][0] < end:
         width = int(rng.choice(widths))
         taken = [heapq.heappop(free) for _ in range(min(width, len(free)))]
-        begin = max(t for t, _ in taken) + float(rng.exponential(idle_mean_s)) * 0.7
+        begin = max(t for t, _ in taken)
+        for since, n in taken:  # small jobs fill the wait for the last node of a wide one
+            if begin - since > LEAST_FILLER_S and rng.random() > physics.idle_share:
+                jobs.append(Job(len(jobs), since, begin - 300.0, (n,), gpus_per_node, False))
+        begin += float(rng.exponential(idle_mean_s))
         length = float(np.clip(rng.lognormal(np.log(physics.job_median_h), 1.0), 0.3, 200.0)) * HOUR_S
         inference = width <= 2 and rng.random() < physics.inference_share
         gpus = gpus_per_node

@@ -92,10 +92,15 @@ class NodeState:
     action: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
     edac: Singles = field(default_factory=lambda: np.zeros(0, np.float32))
     ports: dict[str, Singles] = field(default_factory=dict)
+    port_down: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     reboots: list[int] = field(default_factory=list)
     stamp_shift: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     resent: list[tuple[int, int]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    used: bool = True
+    """Boards have a past: their lasting counters do not begin at 0."""
+    warmth: Singles | None = None
+    """Die temperatures before the first step (GPUs), where known; after `render` those of the last."""
 
     def __post_init__(self) -> None:
         n = len(self.times)
@@ -105,6 +110,7 @@ class NodeState:
         self.lost = np.zeros((self.gpus, n), bool)
         self.silent = np.zeros(n, bool)
         self.edac = np.zeros(n, np.float32)
+        self.port_down = np.zeros(n, bool)
         self.stamp_shift = np.zeros(n)
         self.ports = {
             p: np.zeros(n, np.float32) for p in ("symbol", "downs", "integrity", "recoveries", "receive")
@@ -187,9 +193,10 @@ def render(state: NodeState, traits: Traits, physics: Physics) -> dict[str, NDAr
     for gpu, extra in state.heat.items():
         resistance[gpu] += extra / np.float32(full)
     target = inlet[None, :] + traits.offset_c[:, None] + resistance * watts
-    heat = _lag(target, traits.tau_s, float(dt))
+    heat = _lag(target, traits.tau_s, float(dt), state.warmth)
     over = np.maximum(0, heat - (board.slowdown_c - 2))
     heat = heat - 0.75 * over
+    state.warmth = heat[:, -1].astype(np.float32)
     held = np.minimum(1, over / 6)
     watts = watts * (1 - 0.35 * held)
     hard = np.maximum(0, np.minimum(1, (heat - board.slowdown_c) / 3)).astype(np.float32)
@@ -245,7 +252,7 @@ def render(state: NodeState, traits: Traits, physics: Physics) -> dict[str, NDAr
         out[name] = np.round(_accumulate(state, increase, 0.0, lasting=False), 1)
     for name, increase in state.counts.items():
         lasting = name in LASTING
-        start = _history(name, state) if lasting else 0.0
+        start = _history(name, state) if lasting and state.used else 0.0
         out[name] = _accumulate(state, increase, start, lasting)
     volatile = {
         "corrected": ("dram_corrected", "sram_corrected"),
@@ -254,7 +261,7 @@ def render(state: NodeState, traits: Traits, physics: Physics) -> dict[str, NDAr
     for word, parts in volatile.items():
         both = sum(state.counts[f"gpu_ecc_{p}_total"] for p in parts)
         out[f"gpu_ecc_volatile_{word}_total"] = _accumulate(state, np.asarray(both), 0.0, lasting=False)
-    _banks(out, board)
+    spare_rows(out, board)
     _links(out, state)
     for name in board.missing | physics.unsupported:
         out.pop(name, None)
@@ -266,12 +273,13 @@ def _level(value: float, g: int, n: int) -> Singles:
     return np.broadcast_to(np.float32(value), (g, n))
 
 
-def _lag(target: NDArray[np.floating], tau_s: Singles, dt: float) -> Singles:
-    """First-order lag of each row."""
+def _lag(target: NDArray[np.floating], tau_s: Singles, dt: float, before: Singles | None) -> Singles:
+    """First-order lag of each row, from `before` or in equilibrium."""
     out = np.empty(target.shape, np.float32)
     for i, row in enumerate(target):
         keep = float(np.exp(-dt / tau_s[i]))
-        filtered, _ = scipy.signal.lfilter([1 - keep], [1, -keep], row, zi=[keep * row[0]])
+        initial = row[0] if before is None else before[i]
+        filtered, _ = scipy.signal.lfilter([1 - keep], [1, -keep], row, zi=[keep * initial])
         out[i] = filtered
     return out
 
@@ -329,7 +337,7 @@ def _accumulate(
     return total
 
 
-def _banks(out: dict[str, NDArray[np.floating]], board: Board) -> None:
+def spare_rows(out: dict[str, NDArray[np.floating]], board: Board) -> None:
     """The histogram of spare rows that fits the rows remapped so far: first one bank loses rows, then others too."""
     if not board.banks:
         for name in [k for k in out if "row_remap" in k]:
