@@ -186,7 +186,7 @@ def _node_row(service: Service, name: str) -> dict[str, Any] | None:
     state = service.engine.nodes.get(name)
     if state is None:
         return None
-    row = service.engine.view.nodes.get(name)
+    row = service.engine.view.node(name)
     return {
         "node": name,
         "last_seen": iso(state.last_seen),

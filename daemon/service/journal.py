@@ -301,7 +301,10 @@ def read_segment(path: Path, *, repair: bool = False) -> Iterator[Record]:
 
 
 def _cut(path: Path, file: int, end: int) -> None:
+    """Cut a file off at `end`. What is cut is kept beside it: a disk's fault may have damaged what was acknowledged."""
     try:
+        if tail := os.pread(file, MAX_RECORD_BYTES, end):
+            path.with_suffix(".damaged").write_bytes(tail)
         os.ftruncate(file, max(end, 0))
         if end == 0:
             os.pwrite(file, MAGIC, 0)

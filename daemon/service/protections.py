@@ -125,6 +125,9 @@ class Protections:
         usual = Usual.of(view)
         made = []
         for job in sorted(book.rows):
+            rows = book.view_rows(job, view)
+            if not len(rows) or view.worst[rows].max() < MIN_EXCESS:
+                continue  # most jobs, most of the time: no question to the database
             made += self._consider(run, book, view, job, [], silences, usual)
         return made
 

@@ -73,7 +73,6 @@ class View:
     """Place of each row when sorted by name."""
     row_of: Mapping[str, int]
     rows_of_node: Mapping[str, NDArray[np.int64]]
-    nodes: Mapping[str, NodeRow]
     reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Texts for the devices that have been explained: those that stand out."""
 
@@ -87,6 +86,20 @@ class View:
             return {}
         kind = self.kind_of_row(row)
         return {h: float(p) for h, p in zip(kind.horizons_s, kind.risk[row - kind.first_row], strict=True)}
+
+    def node(self, name: str) -> NodeRow | None:
+        """One node; None when none of its devices has been scored. Made when asked for: most are not, each cycle."""
+        rows = self.rows_of_node.get(name)
+        if rows is None:
+            return None
+        devices = [self.devices[r] for r in rows.tolist()]
+        return NodeRow(
+            node=name,
+            devices=sum(1 for d in devices if d != name),
+            max_risk=float(self.worst[rows].max()),
+            level=level_of(float(self.decisive[rows].max())),
+            simulated=any(self.simulated(d) for d in devices),
+        )
 
     def simulated(self, device: str) -> bool:
         found = self.described.get(device)
@@ -114,7 +127,7 @@ class View:
 
 
 _NO_RISK, _NO_ROWS = np.empty(0, np.float32), np.empty(0, np.int64)
-EMPTY = View(0, 0.0, (), [], {}, _NO_RISK, _NO_RISK, _NO_ROWS, _NO_ROWS, {}, {}, {})
+EMPTY = View(0, 0.0, (), [], {}, _NO_RISK, _NO_RISK, _NO_ROWS, _NO_ROWS, {}, {})
 """Before the first cycle."""
 
 
@@ -137,7 +150,7 @@ def raised(view: View, floors: Mapping[str, tuple[Sequence[float], str]]) -> Vie
         return view
     kinds = [replace(k, risk=k.risk.copy()) for k in view.kinds]
     worst, decisive = view.worst.copy(), view.decisive.copy()
-    nodes, reasons = dict(view.nodes), dict(view.reasons)
+    reasons = dict(view.reasons)
     for device, row in rows.items():
         least, text = floors[device]
         kind = next(k for k in reversed(kinds) if row >= k.first_row)
@@ -146,17 +159,8 @@ def raised(view: View, floors: Mapping[str, tuple[Sequence[float], str]]) -> Vie
         mine[:count] = np.maximum(mine[:count], np.asarray(least[:count], np.float32))
         worst[row], decisive[row] = mine.max(), mine[min(DECISIVE, len(mine) - 1)]
         reasons[device] = (text, *(t for t in reasons.get(device, ()) if t != text))
-    for name in {node_of(d) for d in rows}:
-        mine_rows = view.rows_of_node[name]
-        nodes[name] = replace(
-            nodes[name],
-            max_risk=float(worst[mine_rows].max()),
-            level=level_of(float(decisive[mine_rows].max())),
-        )
     order = np.lexsort((view.rank, -worst))
-    return replace(
-        view, kinds=tuple(kinds), worst=worst, decisive=decisive, order=order, nodes=nodes, reasons=reasons
-    )
+    return replace(view, kinds=tuple(kinds), worst=worst, decisive=decisive, order=order, reasons=reasons)
 
 
 @dataclass(frozen=True)
@@ -211,16 +215,6 @@ def make_view(
     worst = np.concatenate([_NO_RISK, *(k.risk.max(axis=1) for k in kinds)])
     decisive = np.concatenate([_NO_RISK, *(k.risk[:, min(DECISIVE, k.risk.shape[1] - 1)] for k in kinds)])
     order = np.lexsort((layout.rank, -worst))
-    nodes = {}
-    for node, rows in layout.rows_of_node.items():
-        names = [layout.devices[int(r)] for r in rows]
-        nodes[node] = NodeRow(
-            node=node,
-            devices=sum(1 for n in names if n != node),
-            max_risk=float(worst[rows].max()),
-            level=level_of(float(decisive[rows].max())),
-            simulated=any((d := described.get(n)) is not None and d.simulated for n in names),
-        )
     view = View(
         number,
         time,
@@ -233,7 +227,6 @@ def make_view(
         layout.rank,
         layout.row_of,
         layout.rows_of_node,
-        nodes,
     )
     return view, layout
 

@@ -30,6 +30,7 @@ from forewarn.collectors.clock import SystemClock  # noqa: E402
 from forewarn.daemon import wire  # noqa: E402
 from forewarn.daemon.service import tokens  # noqa: E402
 from forewarn.daemon.service.database import open_database  # noqa: E402
+from forewarn.daemon.service.server import SWITCH_INTERVAL_S  # noqa: E402
 from service_bench import Bench, batch, eventually, make_settings, xid  # noqa: E402
 
 NODES, GPUS = 10_000, 8
@@ -226,6 +227,7 @@ def percentile(function: Callable[[int], object], times: int) -> float:
 
 def loaded(folder: Path) -> list[dict[str, Any]]:
     """Queries and fatal events with the whole fleet in memory."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as `forewarn serve` does
     bench = Bench(make_settings(folder, cycle_interval_s=10.0), None)
     try:
         load_s = fill(bench)
