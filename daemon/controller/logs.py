@@ -22,5 +22,6 @@ def set_up(level: str = "info") -> None:
             structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS.get(level, logging.INFO)),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # Asked for anew each time, since whoever hosts us may have put another stream there.
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )

@@ -133,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--history-hours", type=float, default=3.0)
+    parser.add_argument("--history-hours", type=float, default=1.0)
     parser.add_argument("--wear-after-seconds", type=float, default=8.0)
     arguments = parser.parse_args(words)
     stop = threading.Event()
@@ -144,7 +144,8 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
     clock = SystemClock()
-    fleet = SimulatedFleet(arguments.nodes, arguments.gpus, arguments.seed)
+    start = clock.now() - arguments.history_hours * 3600
+    fleet = SimulatedFleet(arguments.nodes, arguments.gpus, arguments.seed, start)
     token = arguments.token_file.read_text(encoding="utf-8").strip()
     headers = {"Authorization": f"Bearer {token}"}
     try:

@@ -181,7 +181,10 @@ class Story:
                 device=self.victim,
             )
         elif event == "device_event":
-            fatal = line.get("severity") == "critical"
+            fatal = line.get("severity") == "critical" or (line.get("kind"), line.get("code")) == (
+                "xid",
+                "94",
+            )
             text = f"{line['device']}: {str(line['kind']).upper()} {line['code']}: {line['message']}"
             if fatal and line["device"] == self.victim:
                 self.step("fatal_event", "fleet", text, simulated=True, level="critical")

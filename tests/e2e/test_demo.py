@@ -19,6 +19,7 @@ import pytest
 
 from forewarn.daemon.demo import network
 from forewarn.daemon.demo.story import STEPS
+from forewarn.models.registry import bundled_path, load_all
 
 DEADLINE_S = 150.0
 
@@ -74,7 +75,10 @@ def test_once_protects_the_job_and_says_when(port: int, environment: dict[str, s
     assert set(STEPS) <= set(steps)
     at = {name: step["at_seconds"] for name, step in steps.items()}
     assert at["service_ready"] < at["wear_begun"] < at["risk_raised"] <= at["protection_made"] < 120
-    assert summary["checkpoint_before_fatal_event"] is True
+    before = "fatal_event" not in at or at["checkpoint_saved"] < at["fatal_event"]
+    assert summary["checkpoint_before_fatal_event"] is before
+    if load_all(bundled_path()).get("gpu") is not None:  # rules alone know only what has happened
+        assert before, "the model did not see the wear in time"
     assert steps["risk_raised"]["device"] == summary["device"] == steps["protection_made"]["device"]
     assert steps["risk_raised"]["reason"]
     # What it says of the checkpoint is true: the file is there, of that step, and training goes on from it.

@@ -65,7 +65,7 @@ class Running:
         self.client.headers["Authorization"] = f"Bearer {self.operator}"
         self.sender = httpx.Client(base_url=self.url, trust_env=False, timeout=10)
         self.sender.headers["Authorization"] = f"Bearer {agent}"
-        self.fleet = SimulatedFleet(3, 8, 5)
+        self.fleet = SimulatedFleet(3, 8, 5, time.time())
         self.agents = {n: SimulatedAgent(n, self.sender, SystemClock()) for n in self.fleet.nodes}
         wait_for(self.ready, "the start of the service")
 

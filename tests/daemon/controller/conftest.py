@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import stamina
+import structlog
 from standardwebhooks import Webhook
 
 from forewarn.collectors.clock import ManualClock
@@ -72,6 +73,12 @@ def mailbox(tmp_path: Path, clock: ManualClock) -> Iterator[Mailbox]:
     box = Mailbox(tmp_path / "state", clock)
     yield box
     box.close()
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_were() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True)
