@@ -126,6 +126,8 @@ def plan(settings: Settings) -> FleetPlan:
         nodes, gpus, start, end, settings.failures_scale, physics.growth, physics.lead_scale, noisy,
         np.random.default_rng([settings.seed, 2]),
     )  # fmt: skip
+    # A part that is not there does not fail.
+    failures = [f for f in failures if f.mechanism.cause != "nvlink" or boards[f.node].nvlinks]
     jobs = schedule(physics, nodes, gpus, start, end, np.random.default_rng([settings.seed, 3]))
     jobs_of: list[list[Job]] = [[] for _ in range(nodes)]
     for job in jobs:

@@ -31,10 +31,24 @@ def inject(state: NodeState, failure: Failure, physics: Physics) -> None:
             _PRECURSORS[failure.mechanism.cause](state, failure, begin, end, physics) if end > begin else None
         )
         failure.start = float("nan") if first is None else min(first, failure.time)
+    if failure.visible and _unseen(state, failure.mechanism.cause, physics):
+        failure.start = float("nan")
     if failure.structural:
         _falter(state, failure, end)
     _END[failure.mechanism.cause](state, failure, end)
     _repair(state, failure, end)
+
+
+_SHOWN_BY = {
+    "sram_uncorrectable": ("gpu_ecc_sram_corrected_total", "gpu_ecc_volatile_corrected_total"),
+    "gsp_timeout": ("gpu_nvml_call_seconds",),
+}
+"""Metrics of which one must be collected for a precursor to be seen at all, where fleets differ in that."""
+
+
+def _unseen(state: NodeState, cause: str, physics: Physics) -> bool:
+    absent = state.board.missing | physics.unsupported
+    return cause in _SHOWN_BY and all(m in absent for m in _SHOWN_BY[cause])
 
 
 # Precursors: each returns the time of the first sign, None without one ------------------------------------------------
@@ -125,8 +139,6 @@ def _off_bus(state: NodeState, failure: Failure, begin: int, end: int, physics: 
 
 
 def _nvlink(state: NodeState, failure: Failure, begin: int, end: int, physics: Physics) -> float | None:
-    if not state.board.nvlinks:
-        return None
     rng, gpu = state.rng, failure.gpu
     total = _total(state, 70, physics)
     first = _grow(state, failure, state.counts["gpu_nvlink_crc_flit_errors_total"][gpu], begin, end, total)
@@ -299,9 +311,6 @@ def _end_off_bus(state: NodeState, failure: Failure, end: int) -> None:
 
 def _end_nvlink(state: NodeState, failure: Failure, end: int) -> None:
     rng, gpu = state.rng, failure.gpu
-    if not state.board.nvlinks:  # a board without links fails at its slot instead
-        _end_off_bus(state, failure, end)
-        return
     code = 74 if state.board.nvlink_generation < 5 else int(rng.choice([145, 149]))
     xid(state, _now(failure), gpu, code)
     if rng.random() < 0.3 and state.gpus > 1:

@@ -41,15 +41,6 @@ class Board:
 
 _NO_AER = frozenset({"gpu_pcie_correctable_errors_total"})
 _MARGIN = frozenset({"gpu_temperature_margin_celsius"})
-_NO_REMAP = frozenset(
-    {
-        "gpu_row_remap_corrected_total",
-        "gpu_row_remap_uncorrected_total",
-        "gpu_row_remap_pending",
-        "gpu_row_remap_failure",
-        *(f"gpu_row_remap_banks_{w}" for w in ("max", "high", "partial", "low", "none")),
-    }
-)
 _NO_SLOWDOWN_FIELDS = frozenset(
     {
         "gpu_slowdown_software_thermal_seconds_total",
@@ -73,7 +64,7 @@ BOARDS = {
     ),
     "l40s": Board(
         "NVIDIA L40S", 35, 350, 2520 * MEGA, 210 * MEGA, 9001 * MEGA, 48.3 * GIGA,
-        0.120, 6, 88, 92, 4, 0, 0, 0, missing=frozenset({"gpu_memory_temperature_celsius"}) | _MARGIN,
+        0.120, 6, 88, 92, 4, 0, 0, 192, missing=frozenset({"gpu_memory_temperature_celsius"}) | _MARGIN,
     ),
 }  # fmt: skip
 

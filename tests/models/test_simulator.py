@@ -185,7 +185,8 @@ def test_what_a_board_does_not_report_is_absent() -> None:
     def metrics(profile: str) -> set[str]:
         return set(simulate_node(plan(Settings(nodes=1, days=0.1, profile=profile)), 0).metrics)
 
-    assert not any(m.startswith(("gpu_nvlink", "gpu_row_remap")) for m in metrics("l40s"))
+    assert not any(m.startswith("gpu_nvlink") for m in metrics("l40s"))
+    assert "gpu_memory_temperature_celsius" not in metrics("l40s")
     assert "gpu_temperature_margin_celsius" in metrics("h100") - metrics("a100")
     assert "gpu_nvlink_symbol_errors_total" in metrics("b200")
     assert "gpu_nvlink_crc_flit_errors_total" not in metrics("b200")
@@ -228,6 +229,13 @@ def test_random_profiles_differ_and_every_profile_runs(tmp_path: Path) -> None:
         assert summary.simulated
         assert summary.rows > 0
         assert History(tmp_path / profile).failures["cause"].isin([m.cause for m in MECHANISMS]).all()
+
+
+def test_boards_without_nvlink_have_no_nvlink_failures() -> None:
+    settings = Settings(nodes=20, days=20, profile="l40s", failures_scale=500)
+    causes = {f.mechanism.cause for fs in plan(settings).failures for f in fs}
+    assert "hbm_uncorrectable" in causes
+    assert "nvlink" not in causes
 
 
 def test_command_says_that_it_is_synthetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
