@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from forewarn.models.simulator_mechanisms import (
     course,
     draw_failures,
 )
-from forewarn.models.simulator_profiles import PROFILES, draw
+from forewarn.models.simulator_profiles import PROFILES, Physics, draw
 
 SMALL = Settings(nodes=4, gpus_per_node=4, days=4, interval_s=120, seed=7, failures_scale=2000)
 
@@ -285,3 +286,14 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="not empty"):
         simulator.write(Settings(nodes=1, days=0.1), tmp_path)
     assert (tmp_path / "kept").read_text() == "mine"
+
+
+def test_every_parameter_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "SIMULATOR.md").read_text()
+    for item in fields(Physics):
+        assert f"| `{item.name}` |" in text, item.name
+    for mechanism in MECHANISMS:
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{mechanism.cause}` |"))
+        cells = [c.strip().split(" ")[0] for c in row.split("|")[2:4]]
+        assert float(cells[0]) == mechanism.rate_per_gpu_hour, mechanism.cause
+        assert float(cells[1]) == mechanism.visible, mechanism.cause
