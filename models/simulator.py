@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from forewarn.models.history import write_table
 from forewarn.models.simulator_benign import APP_XID_SHARES, APP_XIDS, application_xids, disturb, hump
 from forewarn.models.simulator_faults import inject
 from forewarn.models.simulator_jobs import Job, load_of, schedule
-from forewarn.models.simulator_mechanisms import DAY_S, HOUR_S, Failure, draw_failures
+from forewarn.models.simulator_mechanisms import DAY_S, HOUR_S, Failure, draw_failures, hazard_of_age
 from forewarn.models.simulator_physics import NodeState, Note, draw_traits, render
 from forewarn.models.simulator_profiles import Board, Profile, draw
 
@@ -95,6 +95,8 @@ class FleetPlan:
     profile: Profile
     boards: list[Board]
     noisy: NDArray[np.bool_]
+    age_days: NDArray[np.float64]
+    """(nodes x GPUs) at the start"""
     rack_c: NDArray[np.float64]
     hot_aisles: dict[int, list[tuple[float, float, float]]]
     jobs_of: list[list[Job]]
@@ -122,8 +124,14 @@ def plan(settings: Settings) -> FleetPlan:
             length_s = float(rng.lognormal(np.log(4 * HOUR_S), 0.8))
             height_c = physics.hot_aisle_c * float(rng.uniform(0.4, 1.8))
             hot.setdefault(rack, []).append((float(rng.uniform(start, end)), length_s, height_c))
+    rng = np.random.default_rng([settings.seed, 5])
+    # Nodes were bought in few batches; single boards were replaced since.
+    age_days = np.repeat(rng.choice(rng.uniform(20, 1100, 3), nodes)[:, None], gpus, axis=1)
+    age_days = np.where(rng.random((nodes, gpus)) < 0.08, age_days * rng.random((nodes, gpus)), age_days)
+    proneness = rng.normal(0, physics.frailty, (nodes, 1)) + rng.normal(0, physics.frailty, (nodes, gpus))
+    weights = hazard_of_age(age_days) * np.exp(proneness)
     failures = draw_failures(
-        nodes, gpus, start, end, settings.failures_scale, physics.growth, physics.lead_scale, noisy,
+        nodes, gpus, start, end, settings.failures_scale, physics.growth, physics.lead_scale, noisy, weights,
         np.random.default_rng([settings.seed, 2]),
     )  # fmt: skip
     # A part that is not there does not fail.
@@ -148,7 +156,7 @@ def plan(settings: Settings) -> FleetPlan:
     by_node: list[list[Failure]] = [[] for _ in range(nodes)]
     for failure in failures:
         by_node[failure.node].append(failure)
-    return FleetPlan(settings, profile, boards, noisy, rack_c, hot, jobs_of, by_node, app)
+    return FleetPlan(settings, profile, boards, noisy, age_days, rack_c, hot, jobs_of, by_node, app)
 
 
 @dataclass
@@ -181,6 +189,8 @@ def simulate_node(fleet: FleetPlan, number: int) -> NodeData:
     use, share, memory = _load(fleet, number, times, rng)
     state = NodeState(number, board, times, physics.interval_s, gpus, rng, use, share, memory)
     traits = draw_traits(physics, board, gpus, float(fleet.rack_c[number // NODES_A_RACK]), rng)
+    aged = 1 + physics.resistance_per_year * fleet.age_days[number] / 365
+    traits = replace(traits, resistance=(traits.resistance * aged).astype(np.float32))
     for moment, length_s, height_c in fleet.hot_aisles.get(number // NODES_A_RACK, []):
         hump(state, moment, length_s, height_c)
     disturb(state, physics, fleet.noisy[number], settings.failures_scale)
@@ -270,7 +280,7 @@ def _table(fleet: FleetPlan, number: int, rng: np.random.Generator) -> list[dict
         )  # fmt: skip
 
     for gpu in range(settings.gpus_per_node):
-        since = settings.start - float(rng.uniform(5, 900)) * DAY_S
+        since = settings.start - float(fleet.age_days[number, gpu]) * DAY_S
         swaps = [f for f in fleet.failures[number] if f.gpu == gpu and f.replaced and f.repaired < fleet.end]
         for failure in sorted(swaps, key=lambda f: f.repaired):
             row(
@@ -284,7 +294,7 @@ def _table(fleet: FleetPlan, number: int, rng: np.random.Generator) -> list[dict
             )
             since = failure.repaired
         row(f"{name}/gpu{gpu}", "gpu", fleet.boards[number].model, _serial(rng), gpu, since, None)
-    since = settings.start - float(rng.uniform(5, 900)) * DAY_S
+    since = settings.start - float(fleet.age_days[number].max()) * DAY_S
     row(name, "node", "simulated host", name, 0, since, None)
     row(f"{name}/mlx5_0", "nic", "simulated ConnectX-7", _serial(rng), 0, since, None)
     return rows

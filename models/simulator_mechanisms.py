@@ -85,6 +85,11 @@ class Failure:
         return self.start == self.start  # NaN alone differs from itself
 
 
+def hazard_of_age(days: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How much likelier than at its best a board of that age is to fail: high when new and when worn."""
+    return 1.0 + 1.5 * np.exp(-days / 30.0) + np.maximum(0.0, days / 365.0 - 2.0)
+
+
 def draw_failures(
     nodes: int,
     gpus_per_node: int,
@@ -94,20 +99,25 @@ def draw_failures(
     growth: tuple[float, ...],
     lead_scale: float,
     noisy: NDArray[np.bool_],
+    weights: NDArray[np.float64],
     rng: np.random.Generator,
 ) -> list[Failure]:
     """Failures of a fleet by time. `noisy` (nodes x gpus): boards with a history of corrected errors, to which half
-    of the visible memory failures go. A failure that falls in the repair of another at the same place is left out.
+    of the visible memory failures go; `weights` (same shape): how likely each board is to be the one that fails,
+    against the others; the rate of the fleet does not depend on it. A failure that falls in the repair of another
+    at the same place is left out.
     """
     gpu_hours = nodes * gpus_per_node * (end - start) / HOUR_S
     found: list[Failure] = []
     offenders = np.argwhere(noisy)
+    reach = np.cumsum(weights.ravel()) / weights.sum()
     chances = np.array(growth) / np.sum(growth)
     for mechanism in MECHANISMS:
         mean_size = float(np.mean(mechanism.group))
         for _ in range(int(rng.poisson(mechanism.rate_per_gpu_hour * scale * gpu_hours / mean_size))):
             time = float(rng.uniform(start, end))
-            node, gpu = int(rng.integers(nodes)), int(rng.integers(gpus_per_node))
+            place = min(int(np.searchsorted(reach, rng.random())), reach.size - 1)
+            node, gpu = divmod(place, gpus_per_node)
             visible = rng.random() < mechanism.visible
             if mechanism.cause == "hbm_uncorrectable" and visible and len(offenders) and rng.random() < 0.5:
                 node, gpu = (int(v) for v in offenders[int(rng.integers(len(offenders)))])

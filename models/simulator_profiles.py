@@ -119,6 +119,11 @@ class Physics:
     nvlink_noisy_share: float = 0.04
     nvlink_noisy_per_hour: float = 2.0
 
+    frailty: float = 0.6
+    """Standard deviation of the logarithm of how prone nodes and boards are to fail, each."""
+    resistance_per_year: float = 0.02
+    """Growth of thermal resistance with age, as a share."""
+
     precursor_size: float = 1.0
     """Factor on the size of precursors of failures."""
     lead_scale: float = 1.0
@@ -135,7 +140,7 @@ _WIDE = {  # how far `random` may go from the default, as a factor either way
     "time_constant_s": 3.5, "temperature_noise_c": 3.0, "power_noise": 2.5, "power_spread": 2.5,
     "idle_share": 3.0, "job_median_h": 5.0, "inference_share": 3.0, "missing_poll": 8.0, "hot_aisle_c": 1.8,
     "nvml_call_s": 5.0, "noisy_errors_per_hour": 8.0, "precursor_size": 4.0, "lead_scale": 2.0,
-    "replay_noisy_share": 2.5, "nvlink_noisy_share": 2.5,
+    "replay_noisy_share": 2.5, "nvlink_noisy_share": 2.5, "frailty": 1.6,
 }  # fmt: skip
 _OTHER_FACTOR = 4.0
 _OPTIONAL = (

@@ -196,8 +196,9 @@ def test_what_a_board_does_not_report_is_absent() -> None:
 def test_rates_are_those_of_the_table() -> None:
     nodes, gpus, days, scale = 500, 8, 30.0, 3.0
     noisy = np.zeros((nodes, gpus), bool)
+    weights = np.random.default_rng(1).lognormal(0, 1, (nodes, gpus))
     found = draw_failures(
-        nodes, gpus, 0.0, days * 86_400, scale, (1, 1, 1, 1), 1.0, noisy, np.random.default_rng(2)
+        nodes, gpus, 0.0, days * 86_400, scale, (1, 1, 1, 1), 1.0, noisy, weights, np.random.default_rng(2)
     )
     hours = nodes * gpus * days * 24
     for mechanism in MECHANISMS:
