@@ -17,7 +17,7 @@ BUDGET_PER_1000_DEVICE_DAYS = 4.0
 LEAD_S = 900.0
 """How far ahead an alert must come to count as foresight."""
 DAY_S = 86_400.0
-CANDIDATES = 24
+CANDIDATES = 14
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,40 @@ class Tally:
         return 1000.0 * self.false_alarms / self.device_days if self.device_days else 0.0
 
 
-def run_policy(data: Dataset, risk: NDArray[np.floating], policy: AlertPolicy) -> Tally:
-    """Play rows in order of time through the alert policy. An alert is true when its device fails within its horizon
-    (at least a day)."""
+@dataclass(frozen=True)
+class Course:
+    """Held-out rows in order of time, moment by moment; made once, played many times."""
+
+    data: Dataset
+    rows: list[NDArray[np.int64]]
+    times: list[float]
+    failures: int
+    device_days: float
+
+    @classmethod
+    def of(cls, data: Dataset) -> Course:
+        order = np.argsort(data.time, kind="stable")
+        times = data.time[order]
+        edges = np.flatnonzero(np.diff(times, prepend=-np.inf))
+        failed = np.isfinite(data.to_failure) & (data.to_failure <= data.to_censor)
+        moments = np.round(data.time[failed] + data.to_failure[failed])
+        failures = set(zip(data.device[failed].tolist(), moments.tolist(), strict=True))
+        days = float(data.weight.sum()) * data.step_s / DAY_S
+        return cls(data, np.split(order, edges[1:]), times[edges].tolist(), len(failures), days)
+
+
+def run_policy(course: Course, risk: NDArray[np.floating], policy: AlertPolicy) -> Tally:
+    """Play held-out rows through the alert policy. An alert is true when its device fails within its horizon (at
+    least a day); one that comes with less than LEAD_S to go is neither foresight nor a false alarm."""
+    data = course.data
     horizons = HORIZONS_S[data.kind]
     state = AlertState(policy, horizons)
-    order = np.argsort(data.time, kind="stable")
-    times = data.time[order]
-    edges = np.flatnonzero(np.diff(times, prepend=-np.inf))
     foreseen: set[tuple[int, float]] = set()
     false_alarms = alerts = 0
-    for start, end in zip(edges.tolist(), [*edges[1:].tolist(), len(times)], strict=True):
-        rows = order[start:end]
-        at = {int(c): int(r) for c, r in zip(data.device[rows], rows, strict=True)}
-        for device, horizon in state.step(float(times[start]), data.device[rows], risk[rows]):
-            row = at[device]
+    for now, rows in zip(course.times, course.rows, strict=True):
+        devices = data.device[rows]
+        for device, horizon in state.step(now, devices, risk[rows]):
+            row = int(rows[int(np.flatnonzero(devices == device)[0])])
             alerts += 1
             ahead = data.to_failure[row]
             if ahead <= max(horizons[horizon], DAY_S):
@@ -62,11 +81,7 @@ def run_policy(data: Dataset, risk: NDArray[np.floating], policy: AlertPolicy) -
                     foreseen.add((device, round(float(data.time[row] + ahead))))
             elif data.to_censor[row] > DAY_S / 4:
                 false_alarms += 1
-    failed = np.isfinite(data.to_failure) & (data.to_failure <= data.to_censor)
-    moments = np.round(data.time[failed] + data.to_failure[failed])
-    failures = len(set(zip(data.device[failed].tolist(), moments.tolist(), strict=True)))
-    days = float(data.weight.sum()) * data.step_s / DAY_S
-    return Tally(len(foreseen), failures, false_alarms, alerts, days)
+    return Tally(len(foreseen), course.failures, false_alarms, alerts, course.device_days)
 
 
 def choose_thresholds(
@@ -81,9 +96,10 @@ def choose_thresholds(
     chosen: dict[int, float] = {}
     best: Tally | None = None
     if len(data):
+        course = Course.of(data)
         for share, horizon in zip((0.7, 0.9, 1.0), sorted(horizons, reverse=True), strict=True):
             column = risk[:, horizons.index(horizon)]
-            found = _lowest(data, risk, chosen, horizon, column, budget * share)
+            found = _lowest(course, risk, chosen, horizon, column, budget * share)
             if found is None:
                 continue
             threshold, tally = found
@@ -101,7 +117,7 @@ def choose_thresholds(
 
 
 def _lowest(
-    data: Dataset,
+    course: Course,
     risk: NDArray[np.float64],
     others: Mapping[int, float],
     horizon: int,
@@ -117,7 +133,7 @@ def _lowest(
     for _ in range(CANDIDATES):
         middle = (low + high) // 2
         threshold = float(ranked[middle])
-        tally = run_policy(data, risk, AlertPolicy({**others, horizon: threshold}))
+        tally = run_policy(course, risk, AlertPolicy({**others, horizon: threshold}))
         if tally.false_per_1000_days <= budget:
             found, high = (threshold, tally), middle - 1
         else:

@@ -41,7 +41,7 @@ class Options:
     """How to train. `rows`: rows to learn from per history; `budget`: false alarms allowed per 1,000 device-days."""
 
     seed: int = 1
-    rows: int = 300_000
+    rows: int = 150_000
     budget: float = BUDGET_PER_1000_DEVICE_DAYS
     leave_out: Sequence[str] = ()
     """Prefixes of features not to learn from."""
