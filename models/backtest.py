@@ -22,7 +22,7 @@ from forewarn.models.features import HORIZONS_S
 from forewarn.models.fleet import Fleet, RiskTable
 from forewarn.models.history import History
 from forewarn.models.registry import RiskModel
-from forewarn.models.replay import replay, step_of
+from forewarn.models.replay import replay, spacing_of, step_of
 from forewarn.models.rules import FAILED, IMMINENT, LIKELY
 
 DOWN_S = 3600.0
@@ -99,6 +99,7 @@ def backtest(
     (default: by kind, see `replay.step_of`). Raises InputError and StorageError."""
     kinds = kinds_of(history)
     step = step_s or min((step_of(history, k) for k in kinds), default=300.0)
+    spacing = {k: max(step, spacing_of(history, k)) for k in kinds}
     fleet = Fleet(models)
     watchers = {k: _Watcher(k, models.get(k)) for k in kinds}
     writer = _Scores(scores) if scores is not None else None
@@ -113,10 +114,16 @@ def backtest(
                     down[hit.device] = hit.time
                     horizon = HORIZONS_S.get(fleet.kind_of(hit.device), (900,))[0]
                     result.detections.append(Alert(hit.time, hit.device, horizon, hit.floors[0], hit.text))
+            if kinds == ["disk"] and not moment.fresh:
+                continue
             tables = fleet.score(moment.now)
+            fresh = set(moment.fresh)
             for kind in kinds:
                 table = tables[kind]
-                result.device_days += len(table.devices) * step / 86_400.0
+                if kind == "disk":
+                    # A disk that is not read is not scored anew: its last score would only repeat itself.
+                    table = only(table, [d in fresh for d in table.devices])
+                result.device_days += len(table.devices) * spacing[kind] / 86_400.0
                 result.alerts += _alerts(fleet, watchers[kind], table, down)
                 if writer is not None:
                     writer.add(table)
@@ -128,6 +135,18 @@ def backtest(
     if detections:
         result.alerts = sorted(result.alerts + result.detections, key=lambda a: (a.time, a.device))
     return result
+
+
+def only(table: RiskTable, keep: list[bool]) -> RiskTable:
+    """The rows of a table where `keep` is true."""
+    if all(keep):
+        return table
+    rows = np.flatnonzero(np.array(keep, bool))
+    devices = [table.devices[i] for i in rows.tolist()]
+    return RiskTable(
+        table.time, table.kind, devices, table.horizons_s, table.risk[rows], table.model_risk[rows],
+        table.rule_risk[rows],
+    )  # fmt: skip
 
 
 def kinds_of(history: History) -> list[str]:

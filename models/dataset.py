@@ -12,7 +12,7 @@ from forewarn.models.features import HORIZONS_S, feature_names
 from forewarn.models.fleet import Fleet
 from forewarn.models.history import History
 from forewarn.models.labels import failures_of
-from forewarn.models.replay import replay, step_of
+from forewarn.models.replay import replay, spacing_of, step_of
 
 SILENT_S = 3600.0
 """A device not read for this long (and two steps) is gone already: nothing is left to foresee."""
@@ -120,9 +120,9 @@ def collect(
     table = history.devices
     removed = {d: t for d, t in zip(table["device"], table["removed"], strict=True) if t == t}
     fates = Fates(failures["time"].to_numpy(float), failures["device"].astype(str).tolist(), last, removed)
-    step = step_of(history, kind)
+    step, spacing = step_of(history, kind), spacing_of(history, kind)
     longest = HORIZONS_S[kind][-1]
-    moments = max(1.0, (last - first) / step)
+    moments = max(1.0, (last - first) / spacing)
     early = max(
         1.0, moments * history.device_count * np.clip((keep_all_from - first) / max(1.0, last - first), 0, 1)
     )
@@ -134,7 +134,8 @@ def collect(
     engine = fleet.engines[kind]
     last_seen = np.full(0, -np.inf)
     parts: list[tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.int32], NDArray[np.float64]]] = []
-    for number, moment in enumerate(replay(history, fleet, step)):
+    number = -1
+    for moment in replay(history, fleet, step):
         now = moment.now
         fates.advance(now)
         if watch is not None:
@@ -144,6 +145,9 @@ def collect(
             more = len(fates.names) - len(last_seen)
             last_seen = np.concatenate([last_seen, np.full(more, -np.inf)])
         last_seen[seen] = now
+        if kind == "disk" and not moment.fresh:
+            continue
+        number += 1
         whole = now >= keep_all_from
         if whole and number % stride:
             engine.flush(now)
@@ -176,7 +180,7 @@ def collect(
         empty = np.empty(0)
         return Dataset(
             kind, names, [], np.empty((0, len(names)), np.float32), empty, np.empty(0, np.int32), empty, empty,
-            np.empty(0, np.float32), step, len(failures),
+            np.empty(0, np.float32), spacing, len(failures),
         )  # fmt: skip
     more_numbers = np.concatenate([p[3] for p in parts])
     return Dataset(
@@ -189,6 +193,6 @@ def collect(
         more_numbers[:, 0],
         more_numbers[:, 1],
         more_numbers[:, 2].astype(np.float32),
-        step,
+        spacing,
         len(failures),
     )

@@ -39,7 +39,9 @@ def cause_of(kind: str, code: str, severity: str) -> str:
     if kind != "xid" or code in NEVER_FAILURES or not code.isdigit():
         return ""
     fact = xid_fact(int(code))
-    if fact is None or fact.hardware == "no" or (severity or fact.severity) != "critical":
+    if fact is None or fact.hardware == "no" or fact.category == "user_app":
+        return ""
+    if (severity or fact.severity) != "critical":
         return ""
     return CAUSE_OF_CATEGORY.get(fact.category, fact.category)
 

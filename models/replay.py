@@ -12,12 +12,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from forewarn.collectors.base import Device, Event
+from forewarn.collectors.catalog import METRICS
 from forewarn.models.features import HORIZONS_S
 from forewarn.models.fleet import Fleet
 from forewarn.models.history import History
 from forewarn.models.rules import RuleHit
 
 DAY_S = 86_400.0
+CAPACITY = "disk_capacity_bytes"
 LIVE_STEP_S = 300.0
 """Seconds between scores in a replay of GPUs or nodes: the service scores more often, but risks move slower."""
 MOST_DEVICE_STEPS = 8_000_000
@@ -35,13 +37,23 @@ class Moment:
 
 
 def step_of(history: History, kind: str) -> float:
-    """Seconds between scores for a kind: five minutes for what is read live, the days between readings of disks."""
-    if kind != "disk":
-        first, last = history.span
-        steps = max(1.0, (last - first) / LIVE_STEP_S)
-        wider = np.ceil(steps * max(1, history.device_count) / MOST_DEVICE_STEPS)
-        return float(LIVE_STEP_S * max(1.0, wider))
-    return float(max(DAY_S, np.round(history.interval_s / DAY_S) * DAY_S))
+    """Seconds between scores for a kind: five minutes for what is read live, a day for disks."""
+    if kind == "disk":
+        return DAY_S
+    first, last = history.span
+    steps = max(1.0, (last - first) / LIVE_STEP_S)
+    wider = np.ceil(steps * max(1, history.device_count) / MOST_DEVICE_STEPS)
+    return float(LIVE_STEP_S * max(1.0, wider))
+
+
+def spacing_of(history: History, kind: str) -> float:
+    """Seconds that one score of a device stands for. Disks are scored on the days they are read, which may be weeks
+    apart; all else at every step."""
+    step = step_of(history, kind)
+    interval = history.interval_s
+    if kind != "disk" or np.isnan(interval):
+        return step
+    return float(max(step, np.round(interval / DAY_S) * DAY_S))
 
 
 def replay(
@@ -51,10 +63,17 @@ def replay(
     arrivals = _Arrivals(history)
     last = history.span[1] if end is None else end
     events = _Events(history)
+    capacity = _capacity_of(history)
+    waiting: list[str] = []
+    moment = -np.inf
     for piece in history.slices(step_s, start, end):
         order = np.argsort(piece.times, kind="stable")
         times, codes = piece.times[order], piece.codes[order]
-        fleet.apply_bulk(times, piece.devices, piece.metrics, piece.values[order], codes=codes)
+        metrics, values = piece.metrics, piece.values[order]
+        if capacity:
+            known = np.array([capacity.get(d, np.nan) for d in piece.devices])
+            metrics, values = [*metrics, CAPACITY], np.column_stack([values, known[codes]])
+        fleet.apply_bulk(times, piece.devices, metrics, values, codes=codes)
         # A sample stamped exactly at a moment belongs to it: grids of days begin with the readings of the day.
         moments = np.arange(piece.start, min(piece.end, last + step_s), step_s)
         at = np.searchsorted(times, moments, "right")
@@ -64,7 +83,29 @@ def replay(
             hits = events.up_to(moment, fleet)
             fresh = [piece.devices[c] for c in np.unique(codes[before:upto]).tolist()]
             before = upto
-            yield Moment(moment, fresh, hits)
+            yield Moment(moment, _both(waiting, fresh), hits)
+            waiting = []
+        # Read after the last moment of this piece: the first of the next piece is theirs.
+        waiting = _both(waiting, [piece.devices[c] for c in np.unique(codes[before:]).tolist()])
+    if waiting:
+        moment += step_s
+        arrivals.up_to(moment, fleet)
+        yield Moment(moment, waiting, events.up_to(moment, fleet))
+
+
+def _both(a: list[str], b: list[str]) -> list[str]:
+    return list(dict.fromkeys([*a, *b])) if a else b
+
+
+def _capacity_of(history: History) -> dict[str, float]:
+    """Capacity of disks as devices.parquet tells it, for histories whose telemetry does not: live, disks report it."""
+    table = history.devices
+    if CAPACITY in history.metrics or "capacity_bytes" not in table:
+        return {}
+    if not any(METRICS[m].kind == "disk" for m in history.metrics):
+        return {}
+    bytes_of = pd.to_numeric(table["capacity_bytes"], errors="coerce")
+    return {d: float(b) for d, b in zip(table["device"], bytes_of, strict=True) if b > 0}
 
 
 class _Events:

@@ -36,15 +36,21 @@ PATIENCE = 40
 """Trees without gain on later time after which no more are grown."""
 
 
+NOT_LEARNED = {"disk": ("telemetry.", "history.")}
+"""Prefixes of features that tell of how a history was collected rather than of its devices. The drive statistics that
+disk models learn from are daily or weekly, an agent reads every few minutes; and they know no repairs."""
+
+
 @dataclass(frozen=True)
 class Options:
-    """How to train. `rows`: rows to learn from per history; `budget`: false alarms allowed per 1,000 device-days."""
+    """How to train. `rows`: rows to learn from per history; `budget`: false alarms allowed per 1,000 device-days (None:
+    what the kind is usually allowed)."""
 
     seed: int = 1
     rows: int = 150_000
-    budget: float = BUDGET_PER_1000_DEVICE_DAYS
+    budget: float | None = None
     leave_out: Sequence[str] = ()
-    """Prefixes of features not to learn from."""
+    """Prefixes of features not to learn from, besides those of NOT_LEARNED."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,14 @@ def train(
         fits.append(fit)
     risks = np.column_stack([np.interp(raws[f.horizon_s], f.calibration.x, f.calibration.y) for f in fits])
     held = _joined(late)
-    chosen, measured = choose_thresholds(held, np.maximum.accumulate(risks, axis=1), options.budget)
+    budget = BUDGET_PER_1000_DEVICE_DAYS[kind] if options.budget is None else options.budget
+    chosen, measured = choose_thresholds(held, np.maximum.accumulate(risks, axis=1), budget)
     start = min(h.span[0] for h in histories)
     end = max(h.span[1] for h in histories)
     parameters: dict[str, str | float | int | bool] = {
         "seed": options.seed,
         "rows": int(sum(len(d) for d in early)),
-        "false_alarm_budget_per_1000_device_days": options.budget,
+        "false_alarm_budget_per_1000_device_days": budget,
         "step_s": early[0].step_s,
         **{f"trees_{f.horizon_s}": f.trees for f in fits},
         **{f"alert_threshold_{h}": float(t) for h, t in chosen.items()},
@@ -231,9 +238,8 @@ def early_full(early: Sequence[Dataset], late: Sequence[Dataset]) -> list[Datase
 def _parameters(kind: str, positives: float, failing: int, rows: int, options: Options) -> dict[str, Any]:
     """Small trees, smaller still where few devices failed; nothing random that the seed does not decide."""
     few = failing < 150
-    left_out = [
-        i for i, n in enumerate(feature_names(kind)) if any(n.startswith(p) for p in options.leave_out)
-    ]
+    prefixes = (*options.leave_out, *NOT_LEARNED.get(kind, ()))
+    left_out = [i for i, n in enumerate(feature_names(kind)) if n.startswith(prefixes)]
     constraints = monotone_constraints(kind)
     return {
         "objective": "binary",

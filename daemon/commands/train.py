@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rows", type=int, default=Options.rows, help="rows to learn from per history")
     parser.add_argument(
-        "--budget", type=float, default=Options.budget, help="false alarms allowed per 1,000 device-days"
+        "--budget", type=float, help="false alarms allowed per 1,000 device-days; default: by kind of device"
     )
     parser.add_argument("--seed", type=int, default=Options.seed)
     parser.add_argument("--json", action="store_true", help="print JSON")
