@@ -223,11 +223,12 @@ def load_failures(history: History, kind: str) -> list[Failure]:
 
 
 def known_until(history: History, last: float) -> dict[str, float]:
-    """When devices were removed; all others are known of until the end."""
-    table = history.devices
-    return {
-        d: float(t) for d, t in zip(table["device"], table["removed"], strict=True) if t == t and t < last
-    }
+    """When devices were removed for good; all others are known of until the end. A place that got another part goes on."""
+    table = history.devices.assign(at=history.devices["installed"].fillna(-np.inf)).sort_values(
+        "at", kind="stable"
+    )
+    newest = dict(zip(table["device"], table["removed"], strict=True))
+    return {d: float(t) for d, t in newest.items() if t < last}
 
 
 def kind_filter(history: History, kind: str) -> Callable[[str], bool]:

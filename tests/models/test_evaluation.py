@@ -19,6 +19,7 @@ from forewarn.models.evaluation import (
     evaluate,
     history_alerts,
     judge,
+    known_until,
     random_alerts,
     time_saved,
 )
@@ -144,6 +145,19 @@ def test_a_file_that_holds_no_scores_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"no parquet")
     with pytest.raises(InputError, match=r"scores\.parquet: is no file of scores"):
         read_scores(path, lambda device: True, 0.0)
+
+
+def test_a_place_that_got_another_part_goes_on(tmp_path: Path) -> None:
+    days = pa.array([int((START + d * DAY_S) * 1e6) for d in (0, 2, 0)]).cast(pa.timestamp("us", tz="UTC"))
+    gone = [int((START + d * DAY_S) * 1e6) if d else None for d in (2, 0, 3)]
+    devices = {
+        "device": ["n/gpu0", "n/gpu0", "n/gpu1"],
+        "serial": ["a", "b", "c"],
+        "installed": days,
+        "removed": pa.array(gone, pa.int64()).cast(pa.timestamp("us", tz="UTC")),
+    }
+    write_table(tmp_path / "devices.parquet", pa.table(devices), simulated=True)
+    assert known_until(History(tmp_path), END) == {"n/gpu1": START + 3 * DAY_S}
 
 
 @pytest.fixture
