@@ -223,7 +223,7 @@ def load_failures(history: History, kind: str) -> list[Failure]:
 
 
 def known_until(history: History, last: float) -> dict[str, float]:
-    """When devices were removed for good; all others are known of until the end. A place that got another part goes on."""
+    """When devices were removed for good; all others are known of until the end. A place with a new part goes on."""
     table = history.devices.assign(at=history.devices["installed"].fillna(-np.inf)).sort_values(
         "at", kind="stable"
     )
