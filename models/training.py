@@ -7,7 +7,7 @@ time it has not seen; then the same model on everything. The same data and seed 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class Options:
     seed: int = 1
     rows: int = 150_000
     budget: float | None = None
+    credits: Sequence[str] = ()
+    """Where the data come from and whom to thank; kept in the manifest."""
     leave_out: Sequence[str] = ()
     """Prefixes of features not to learn from, besides those of NOT_LEARNED."""
 
@@ -114,7 +116,7 @@ def train(
         simulated=any(h.simulated for h in histories),
         trained_from=_iso(start),
         trained_to=_iso(end),
-        data=sorted({h.path.name for h in histories}),
+        data=[*sorted({h.path.name for h in histories}), *options.credits],
         metrics=measured,
         parameters=parameters,
     )
@@ -127,10 +129,11 @@ def train_to(
     kind: str,
     options: Options = Options(),
     watch: Watch | None = None,
+    extra: Mapping[str, bytes] | None = None,
 ) -> Manifest:
-    """Train and write a model folder."""
+    """Train and write a model folder; `extra` files, such as `card.md`, go beside the model."""
     manifest, texts = train(histories, kind, options, watch)
-    return registry.save(path, manifest, texts)
+    return registry.save(path, manifest, texts, extra)
 
 
 def _gather(

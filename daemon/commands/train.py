@@ -10,6 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
+from forewarn.collectors.errors import InputError
 from forewarn.daemon.commands.progress import progress
 from forewarn.daemon.config import Config
 from forewarn.models.backtest import kinds_of
@@ -36,6 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=float, help="false alarms allowed per 1,000 device-days; default: by kind of device"
     )
+    parser.add_argument(
+        "--credit", action="append", default=[], metavar="TEXT", help="source of the data, for the manifest"
+    )
+    parser.add_argument(
+        "--card", type=Path, metavar="FILE", help="model card to put into the folder as card.md"
+    )
     parser.add_argument("--seed", type=int, default=Options.seed)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -43,9 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, config: Config) -> int:
     histories = [History(path) for path in arguments.history]
     kind = arguments.kind or _kind(histories)
-    options = Options(seed=arguments.seed, rows=arguments.rows, budget=arguments.budget)
+    options = Options(
+        seed=arguments.seed, rows=arguments.rows, budget=arguments.budget, credits=arguments.credit
+    )
+    extra = {} if arguments.card is None else {"card.md": _card(arguments.card)}
     with progress() as show:
-        manifest = train_to(arguments.out, histories, kind, options, show)
+        manifest = train_to(arguments.out, histories, kind, options, show, extra)
     report = {
         "model": str(arguments.out),
         "kind": kind,
@@ -66,6 +76,13 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
     for name, value in manifest.metrics.items():
         print(f"  {name} {value:.3g}")
     return 0
+
+
+def _card(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"--card {path}: cannot be read: {error.strerror or error}") from error
 
 
 def _kind(histories: list[History]) -> str:
