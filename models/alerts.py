@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAVE_SHARE = 0.5
+SLOW_S = 86_400
+"""Kinds whose shortest horizon is at least this are read rarely."""
 DEFAULT_THRESHOLDS = {900: 0.2, 3600: 0.3, 86_400: 0.5, 7 * 86_400: 0.5, 30 * 86_400: 0.5}
 """For models that bring none of their own."""
 
@@ -41,7 +43,17 @@ class AlertPolicy:
         }
         if not known:
             known = {h: DEFAULT_THRESHOLDS[h] for h in horizons_s if h in DEFAULT_THRESHOLDS}
-        return cls(known, cool_down_s=cool_down_s)
+        return cls.usual(known, horizons_s, cool_down_s)
+
+    @classmethod
+    def usual(
+        cls, thresholds: Mapping[int, float], horizons_s: Sequence[int], cool_down_s: float = 86_400.0
+    ) -> AlertPolicy:
+        """The policy of a kind with these horizons. What is foreseen by days, as disks are, may be read once a week and
+        does not flicker: one score is enough. And a drive in a bad way stays so: once in the longest horizon."""
+        if min(horizons_s) >= SLOW_S:
+            return cls(thresholds, enter_of=1, cool_down_s=max(cool_down_s, horizons_s[-1]))
+        return cls(thresholds, cool_down_s=cool_down_s)
 
 
 @dataclass

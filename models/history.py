@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 2_000_000
 
 @dataclass(frozen=True)
 class Slice:
-    """Telemetry with start <= time < end, in any order; `codes` (n) index `devices`, `values` is (n x metrics)."""
+    """Telemetry with start <= time < end, in any order; `codes` (n) index `devices` (sorted), `values` (n x metrics)."""
 
     start: float
     end: float
@@ -150,12 +150,17 @@ class History:
         if isinstance(device, pa.ChunkedArray):
             device = pa.concat_arrays(device.chunks) if device.num_chunks else pa.array([], pa.string())
         encoded = device.dictionary_encode()
+        # By name, so that the order of the rows in the files makes no difference to what is learned from them.
+        order = np.argsort(np.array(encoded.dictionary.to_pylist(), object), kind="stable")
+        number = np.empty(len(order), np.int32)
+        number[order] = np.arange(len(order), dtype=np.int32)
         values = np.empty((table.num_rows, len(names)))
         for i, name in enumerate(names):
             values[:, i] = table[name].to_numpy()
         times = table["time"].to_numpy().astype(float)
-        codes = np.asarray(encoded.indices.to_numpy(zero_copy_only=False), np.int32)
-        return Slice(start, end, times, codes, encoded.dictionary.to_pylist(), names, values)
+        codes = number[np.asarray(encoded.indices.to_numpy(zero_copy_only=False), np.int64)]
+        devices = encoded.dictionary.take(pa.array(order, pa.int64())).to_pylist()
+        return Slice(start, end, times, codes, devices, names, values)
 
     def _query(self, text: str) -> duckdb.DuckDBPyRelation:
         """A query over `telemetry`, whose `time` is seconds since the epoch."""

@@ -134,7 +134,9 @@ def _lowest(
     for _ in range(CANDIDATES):
         middle = (low + high) // 2
         threshold = float(ranked[middle])
-        tally = run_policy(course, risk, AlertPolicy({**others, horizon: threshold}))
+        tally = run_policy(
+            course, risk, AlertPolicy.usual({**others, horizon: threshold}, HORIZONS_S[course.data.kind])
+        )
         if tally.false_per_1000_days <= budget:
             found, high = (threshold, tally), middle - 1
         else:

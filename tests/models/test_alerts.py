@@ -71,3 +71,10 @@ def test_a_model_brings_its_thresholds_or_the_usual_ones_hold() -> None:
     own = AlertPolicy.of({"alert_threshold_900": 0.07, "alert_threshold_3600": True, "seed": 1}, HORIZONS)
     assert own.thresholds == {900: 0.07}
     assert AlertPolicy.of({}, HORIZONS).thresholds == {h: DEFAULT_THRESHOLDS[h] for h in HORIZONS}
+
+
+def test_one_score_is_enough_for_what_is_foreseen_by_days() -> None:
+    horizons = (86_400, 7 * 86_400, 30 * 86_400)
+    state = AlertState(AlertPolicy.of({"alert_threshold_86400": 0.1}, horizons), horizons)
+    risk = np.array([[0.2, 0.3, 0.4]], np.float32)
+    assert state.step(0.0, np.array([0]), risk) == [(0, 0)]

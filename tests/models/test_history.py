@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from support.histories import DAY_S, START_S, stamps, write_disks, write_rows
 GPU = "gpu_temperature_celsius"
 
 
-def telemetry(path: Path, name: str = "a", **columns: object) -> Path:
+def telemetry(path: Path, columns: Mapping[str, object], name: str = "a") -> Path:
     base = {"time": [START_S, START_S + 60], "node": ["n", "n"], "device": ["n/gpu0", "n/gpu0"]}
     return write_rows(path / "telemetry" / f"{name}.parquet", {**base, **columns})
 
@@ -46,8 +47,8 @@ def test_facts_of_a_whole_history(tmp_path: Path) -> None:
 
 
 def test_columns_we_do_not_know_are_passed_over_and_files_may_differ(tmp_path: Path) -> None:
-    telemetry(tmp_path, "a", **{GPU: [50, 51], "site_specific": ["x", "y"]})
-    telemetry(tmp_path, "b", gpu_power_watts=[300.0, None])
+    telemetry(tmp_path, {GPU: [50, 51], "site_specific": ["x", "y"]})
+    telemetry(tmp_path, {"gpu_power_watts": [300.0, None]}, "b")
     history = History(tmp_path)
     assert set(history.metrics) == {GPU, "gpu_power_watts"}
     (piece,) = list(history.slices(60.0))
@@ -90,13 +91,13 @@ def test_a_missing_key_column_is_named(tmp_path: Path, missing: str) -> None:
 
 
 def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
-    telemetry(tmp_path, **{GPU: ["hot", "cold"]})
+    telemetry(tmp_path, {GPU: ["hot", "cold"]})
     with pytest.raises(InputError, match=GPU):
         _ = History(tmp_path).metrics
 
 
 def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
-    telemetry(tmp_path, **{GPU: [50.0, 51.0]})
+    telemetry(tmp_path, {GPU: [50.0, 51.0]})
     (tmp_path / "telemetry" / "b.parquet").write_bytes(b"not parquet")
     with pytest.raises(InputError, match=r"b\.parquet"):
         _ = History(tmp_path).metrics
