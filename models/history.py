@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 2_000_000
 
 @dataclass(frozen=True)
 class Slice:
-    """Telemetry with start <= time < end, in any order; `codes` (n) index `devices` (sorted), `values` (n x metrics)."""
+    """Telemetry with start <= time < end, any order; `codes` (n) index `devices` (sorted), `values` (n x metrics)."""
 
     start: float
     end: float

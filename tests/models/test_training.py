@@ -1,4 +1,4 @@
-"""Training from the exchange format alone: learns what is there, refuses what is too little, repeats itself to the bit."""
+"""Training from the exchange format alone: learns what is there, refuses too little, repeats itself to the bit."""
 
 from __future__ import annotations
 
