@@ -289,7 +289,9 @@ def _joined(parts: Sequence[Dataset]) -> Dataset:
         np.concatenate([p.to_failure for p in parts]),
         np.concatenate([p.to_censor for p in parts]),
         np.concatenate([p.weight for p in parts]),
-        parts[0].step_s,
+        # Histories read at different pace: such that weights and step give the time of all devices together.
+        sum(float(p.weight.sum()) * p.step_s for p in parts)
+        / max(1e-9, sum(float(p.weight.sum()) for p in parts)),
         sum(p.failures for p in parts),
     )
 

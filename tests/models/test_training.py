@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from forewarn.collectors.errors import InputError
 from forewarn.models import registry
+from forewarn.models.dataset import collect
 from forewarn.models.features import HORIZONS_S, feature_names
 from forewarn.models.history import History
-from forewarn.models.training import NOT_LEARNED, Options, train, train_to
+from forewarn.models.training import NOT_LEARNED, Options, _joined, train, train_to
 from support.histories import write_disks, write_rows
 
 
@@ -58,8 +60,6 @@ def test_the_same_data_and_seed_give_the_same_digest(history: History, model: Pa
 
 
 def test_rows_in_another_order_give_the_same_model(history: History, model: Path, tmp_path: Path) -> None:
-    import pandas as pd
-
     table = pd.read_parquet(history.path / "telemetry").sample(frac=1.0, random_state=1)
     write_rows(tmp_path / "h" / "telemetry" / "a.parquet", {str(k): v for k, v in table.items()})
     for name in ("failures", "devices"):
@@ -91,11 +91,20 @@ def test_failures_without_telemetry_are_refused(tmp_path: Path) -> None:
 
 
 def test_risks_rank_what_will_fail_on_drives_never_seen(model: Path, tmp_path: Path) -> None:
-    from forewarn.models.dataset import collect
-
     fresh = collect(History(write_disks(tmp_path, seed=99)), "disk", rows=10**9)
     loaded = registry.load(model)
     risk = loaded.calibrated(loaded.raw(fresh.values, 7 * 86_400), 7 * 86_400)
     soon = fresh.to_failure <= 7 * 86_400
     assert np.median(risk[soon]) > 20 * np.median(risk[~soon])
     assert risk.mean() == pytest.approx(soon.mean(), rel=0.6)
+
+
+def test_histories_read_at_different_pace_make_up_the_time_of_all(tmp_path: Path) -> None:
+    daily = collect(History(write_disks(tmp_path / "a", drives=20, days=28, failing=0)), "disk")
+    weekly = collect(
+        History(write_disks(tmp_path / "b", drives=20, days=28, failing=0, every_days=7)), "disk"
+    )
+    both = _joined([daily, weekly])
+    assert len(both) == 20 * 28 + 20 * 4
+    assert float(both.weight.sum()) * both.step_s == pytest.approx(2 * 20 * 28 * 86_400)
+    assert len(set(both.device.tolist())) == 40
