@@ -16,7 +16,7 @@ import lightgbm
 import numpy as np
 from numpy.typing import NDArray
 
-from forewarn.collectors.errors import InputError
+from forewarn.collectors.errors import InputError, StorageError
 from forewarn.models import registry
 from forewarn.models.calibration import fit_calibration
 from forewarn.models.dataset import Dataset, collect
@@ -131,7 +131,11 @@ def train_to(
     watch: Watch | None = None,
     extra: Mapping[str, bytes] | None = None,
 ) -> Manifest:
-    """Train and write a model folder; `extra` files, such as `card.md`, go beside the model."""
+    """Train and write a model folder; `extra` files, such as `card.md`, go beside the model. Raises InputError and
+    StorageError."""
+    if path.exists() and not (path / registry.MANIFEST_NAME).is_file() and any(path.iterdir()):
+        # As saving would, but before the time is spent.
+        raise StorageError(f"{path}: exists and is not a model folder: choose another place")
     manifest, texts = train(histories, kind, options, watch)
     return registry.save(path, manifest, texts, extra)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from forewarn.collectors.errors import InputError
+from forewarn.collectors.errors import InputError, StorageError
 from forewarn.models import registry
 from forewarn.models.dataset import collect
 from forewarn.models.features import HORIZONS_S, feature_names
@@ -108,3 +108,12 @@ def test_histories_read_at_different_pace_make_up_the_time_of_all(tmp_path: Path
     assert len(both) == 20 * 28 + 20 * 4
     assert float(both.weight.sum()) * both.step_s == pytest.approx(2 * 20 * 28 * 86_400)
     assert len(set(both.device.tolist())) == 40
+
+
+def test_a_folder_of_something_else_is_refused_before_time_is_spent(history: History, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    watched: list[str] = []
+    with pytest.raises(StorageError, match="not a model folder"):
+        train_to(tmp_path, [history], "disk", watch=lambda text, share: watched.append(text))
+    assert watched == []
+    assert (tmp_path / "notes.txt").read_text() == "mine"
