@@ -63,9 +63,13 @@ def next_step(action: str) -> str:
     return ACTIONS.get(action, action.replace("_", " ").lower())
 
 
+NOTHING_TO_DO = ("", "IGNORE", "NONE")
+"""Actions that ask nothing of anybody."""
+
+
 def of_rule(hit: RuleHit) -> Reason:
     """A rule in force as a reason."""
-    text = hit.text + (f"; next: {next_step(hit.action)}" if hit.action else "")
+    text = hit.text + (f"; next: {next_step(hit.action)}" if hit.action not in NOTHING_TO_DO else "")
     evidence = {**hit.evidence, "part": hit.hardware, "action": hit.action}
     return Reason(text, f"rule.{hit.rule}", None, hit.time, math.inf, evidence)
 

@@ -338,7 +338,8 @@ class Fleet:
 
     def explain(self, device: str, now: float, horizon_s: int, top: int = 5) -> list[Reason]:
         """Reasons for a device's risk as of the last `score`, strongest first; rules before the model."""
-        reasons = [explanation.of_rule(h) for h in self.active_hits(device, now)]
+        hits = sorted(self.active_hits(device, now), key=lambda h: h.floors, reverse=True)
+        reasons = [explanation.of_rule(h) for h in hits]
         kind = self.kind_of(device)
         model, table = self.models.get(kind), self._tables.get(kind)
         row = None if table is None else table.row_of.get(device)

@@ -41,6 +41,25 @@ NOT_LEARNED = {"disk": ("telemetry.", "history.")}
 disk models learn from are daily or weekly, an agent reads every few minutes; and they know no repairs."""
 
 
+FIXED_OFFSETS = (
+    ".node_ratio",
+    ".node_excess_1h",
+    ".node_excess_6h",
+    ".node_excess_24h",
+    ".node_excess_ratio",
+)
+"""Parts of names of features in which a device stands off its neighbours for good. With a few dozen failures they
+single out those very devices; the drift of the same offset (`excess_drift`, `own_excess`) is what warns."""
+
+
+def tells_devices_apart(name: str, direction: int) -> bool:
+    """Whether a feature of GPUs or nodes is more apt to name the devices that failed than to foresee the next: it has
+    no direction of trouble, or is an offset that stays."""
+    if name.startswith("telemetry."):
+        return False
+    return direction == 0 or name.startswith("history.") or any(part in name for part in FIXED_OFFSETS)
+
+
 @dataclass(frozen=True)
 class Options:
     """How to train. `rows`: rows to learn from per history; `budget`: false alarms allowed per 1,000 device-days (None:
@@ -246,8 +265,12 @@ def _parameters(kind: str, positives: float, failing: int, rows: int, options: O
     """Small trees, smaller still where few devices failed; nothing random that the seed does not decide."""
     few = failing < 150
     prefixes = (*options.leave_out, *NOT_LEARNED.get(kind, ()))
-    left_out = [i for i, n in enumerate(feature_names(kind)) if n.startswith(prefixes)]
     constraints = monotone_constraints(kind)
+    left_out = [
+        i
+        for i, (n, direction) in enumerate(zip(feature_names(kind), constraints, strict=True))
+        if n.startswith(prefixes) or (kind != "disk" and tells_devices_apart(n, direction))
+    ]
     return {
         "objective": "binary",
         "num_leaves": 8 if few else 31,
