@@ -118,6 +118,8 @@ class _Events:
 
     def up_to(self, moment: float, fleet: Fleet) -> list[RuleHit]:
         until = int(np.searchsorted(self._times, moment, "right"))
+        if until == self._next:
+            return []
         hits = []
         for row in self._table.iloc[self._next : until].to_dict("records"):
             count = row["count"]
