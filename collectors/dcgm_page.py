@@ -248,7 +248,9 @@ def read_page(text: str, host: str = "") -> Page:
 
     Raises InputError when the text is no metrics page at all.
     """
-    if "<html" in text[:2000].lower() or text.lstrip()[:1] in ("{", "["):
+    # A damaged first byte must not cost a page that is otherwise whole: what holds DCGM rows is one.
+    alien = "<html" in text[:2000].lower() or text.lstrip()[:1] in ("{", "[")
+    if alien and "\nDCGM_" not in text:
         raise InputError("the page is not in Prometheus text format")
     page = Page(gpus={}, hosts=())
     if text and not text.endswith("\n"):
