@@ -12,7 +12,7 @@ from forewarn.models.alerts import AlertPolicy, AlertState
 from forewarn.models.dataset import Dataset
 from forewarn.models.features import HORIZONS_S
 
-BUDGET_PER_1000_DEVICE_DAYS = {"gpu": 4.0, "node": 4.0, "disk": 0.3}
+BUDGET_PER_1000_DEVICE_DAYS = {"gpu": 4.0, "node": 4.0, "disk": 0.1}
 """False alarms allowed, by kind. Users bear ten for GPUs. About one drive in 5,000 fails a day, so a budget fit for
 GPUs would bury true alerts."""
 LEAD_S = 900.0

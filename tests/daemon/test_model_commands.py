@@ -26,7 +26,7 @@ def test_train_on_one_history_and_backtest_on_another(
     report = json.loads(capsys.readouterr().out)
     assert report["kind"] == "disk"
     assert report["simulated"] is False
-    assert report["parameters"]["false_alarm_budget_per_1000_device_days"] == 0.3
+    assert report["parameters"]["false_alarm_budget_per_1000_device_days"] == 0.1
     assert (model / "card.md").read_text() == "# card"
     alerts, scores = tmp_path / "alerts.parquet", tmp_path / "scores.parquet"
     arguments = ["--history", str(tmp_path / "b"), "--model", str(model), "--alerts", str(alerts)]
