@@ -1,5 +1,8 @@
 # Forewarn. `make run` shows it at work, `make test` proves it; both set up what they need first.
 
+# Threads of OpenMP that wait by spinning starve each other where cores are few.
+export OMP_WAIT_POLICY := PASSIVE
+
 PYTHON := .venv/bin/python
 SOURCES := collectors models daemon src tests scripts
 

@@ -219,7 +219,9 @@ class Fleet:
         known[hit.rule] = hit
         if before is not None and before.expires is not None and before.expires > hit.time:
             # It held already: it only lasts longer now, and keeps its beginning.
-            known[hit.rule] = replace(hit, time=before.time)
+            count = before.evidence.get("times", 1)
+            times = (count if isinstance(count, int) else 1) + 1
+            known[hit.rule] = rules.repeated(replace(hit, time=before.time), times)
             return None
         return hit
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,6 +198,19 @@ def on_event(event: Event) -> RuleHit | None:
             name = event.kind if (event.kind, "*") in table else f"{event.kind}_{event.code}"
             return _hit(event, name, text, event.action or action, floors, part, lasts_s)
     return None
+
+
+REPEATS_OF_GROWING = 3
+"""So many rows remapped while the first still counts, and the memory is wearing out, not mending."""
+
+
+def repeated(hit: RuleHit, times: int) -> RuleHit:
+    """What a rule says when its event has come `times` times while it held. Wear that goes on is likely to end badly:
+    more than a few remaps a day are far above what healthy memory needs in its life."""
+    said = replace(hit, evidence={**hit.evidence, "times": times})
+    if hit.floors != ELEVATED or times < REPEATS_OF_GROWING or not hit.rule.startswith("xid_"):
+        return said
+    return replace(said, floors=LIKELY, text=f"{hit.text}; {times} times so far")
 
 
 def clears(event: Event) -> Callable[[RuleHit], bool] | None:

@@ -4,6 +4,7 @@
 #   scripts/train_bundled.sh disk [DIR]   from the two Backblaze histories in DIR (default: ../shared/data)
 set -eu
 cd "$(dirname "$0")/.."
+export OMP_WAIT_POLICY=PASSIVE
 forewarn="${FOREWARN:-.venv/bin/forewarn}"
 
 gpu() {
@@ -18,7 +19,7 @@ gpu() {
     done
     "$forewarn" train --kind gpu --rows 60000 "$@" \
         --credit "forewarn simulate: synthetic fleets, no real failure among them" \
-        --out models/bundled/gpu
+        --card models/bundled/gpu/card.md --out models/bundled/gpu
 }
 
 disk() {

@@ -190,3 +190,14 @@ def test_xid_45_follows_from_what_came_just_before() -> None:
 )
 def test_kind_from_the_id(device: str, kind: str) -> None:
     assert rules.kind_of(device) == kind
+
+
+def test_rows_remapped_again_and_again_are_wear() -> None:
+    event = Event(device="n1/gpu0", kind="xid", code="63", severity="warning", message="", time=1000.0)
+    hit = rules.on_event(event)
+    assert hit is not None
+    assert rules.repeated(hit, 2).floors == hit.floors
+    worn = rules.repeated(hit, 3)
+    assert worn.floors > hit.floors
+    assert not worn.fatal
+    assert "3 times" in worn.text
