@@ -4,6 +4,7 @@
 export OMP_WAIT_POLICY := PASSIVE
 
 PYTHON := .venv/bin/python
+WORKERS ?= 2
 SOURCES := collectors models daemon src tests scripts
 
 .PHONY: help run test test-all check bench clean setup screenshots
@@ -25,10 +26,10 @@ run:
 	@exec .venv/bin/forewarn demo
 
 test: setup
-	@$(PYTHON) -m pytest -m "not slow"
+	@$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-all: setup
-	@$(PYTHON) -m pytest
+	@$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile
 
 check: setup
 	@$(PYTHON) -m ruff check $(SOURCES)

@@ -120,12 +120,17 @@ if [ ! -x "$venv/bin/python" ]; then
   fi
   say "creating the virtual environment in $venv"
   "$python" -m venv "$venv"
+  rm -f "$stamps"/*
 fi
 
 extra=all
 [ "$purpose" = test ] && extra=dev
-digest=$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+# The folder is in it because an editable install and the commands' first lines name it: a moved clone installs again.
+digest=$({ pwd; "$venv/bin/python" -V; cat pyproject.toml constraints.txt; } | sha256sum | cut -c1-16)
 if [ ! -e "$stamps/$extra-$digest" ] && [ ! -e "$stamps/dev-$digest" ]; then
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # an interrupted run left it half made
+    "$venv/bin/python" -m ensurepip >>build/setup.log 2>&1 || { say "pip is missing in $venv: remove $venv and run this again"; exit 1; }
+  fi
   say "installing forewarn[$extra] and what it needs from PyPI (a minute or two the first time)"
   if ! "$venv/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$extra]" >>build/setup.log 2>&1; then
     tail -n 20 build/setup.log >&2

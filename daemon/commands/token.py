@@ -10,7 +10,7 @@ from forewarn.collectors.clock import SystemClock
 from forewarn.daemon.config import Config
 from forewarn.daemon.service import tokens
 from forewarn.daemon.service.database import open_database
-from forewarn.daemon.service.protections import iso
+from forewarn.daemon.service.times import iso
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -18,9 +18,10 @@ from forewarn.collectors.errors import StorageError
 from forewarn.daemon.service import journal, schema, shapes, view
 from forewarn.daemon.service.access import Operator, Reader, ServiceOf, audit
 from forewarn.daemon.service.problems import Problem
-from forewarn.daemon.service.protections import JobBook, iso
+from forewarn.daemon.service.protections import JobBook
 from forewarn.daemon.service.readings import Clear, Failure
 from forewarn.daemon.service.service import Service
+from forewarn.daemon.service.times import iso
 from forewarn.models import registry
 from forewarn.models.fleet import Fleet
 

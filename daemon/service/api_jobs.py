@@ -17,8 +17,9 @@ from forewarn.daemon.service import advice, outbox, schema, shapes, view
 from forewarn.daemon.service.access import Operator, Reader, ServiceOf, audit
 from forewarn.daemon.service.api_fleet import Cursor, Filter, Limit, json_response
 from forewarn.daemon.service.problems import Problem
-from forewarn.daemon.service.protections import JobBook, iso
+from forewarn.daemon.service.protections import JobBook
 from forewarn.daemon.service.service import Service
+from forewarn.daemon.service.times import iso
 
 router = APIRouter()
 

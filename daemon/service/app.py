@@ -21,8 +21,8 @@ from forewarn.daemon.service.access import Reader, ServiceOf
 from forewarn.daemon.service.ingest import ingest
 from forewarn.daemon.service.metrics import exposition
 from forewarn.daemon.service.problems import document
-from forewarn.daemon.service.protections import iso
 from forewarn.daemon.service.service import Service
+from forewarn.daemon.service.times import iso
 
 PAGE = Path(__file__).parent / "page"
 INGEST_PATH = "/v1/ingest"

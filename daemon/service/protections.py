@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from forewarn.daemon.service.database import Database
 from forewarn.daemon.service.problems import Problem
 from forewarn.daemon.service.protection import MIN_EXCESS, DeviceRisk, JobCosts, cool_down_s, decide
 from forewarn.daemon.service.silences import Silences
+from forewarn.daemon.service.times import iso
 from forewarn.daemon.service.view import View, node_of, raised
 from forewarn.models.rules import RuleHit
 
@@ -413,13 +413,6 @@ def message(values: Mapping[str, Any], ack_url: str) -> dict[str, Any]:
             "ack_url": f"{ack_url}/v1/protections/{identity}/ack",
         },
     }
-
-
-def iso(time: float | None) -> str | None:
-    """Seconds since the epoch as ISO 8601 in UTC."""
-    if time is None:
-        return None
-    return datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _save_s(job: RowMapping) -> float:

@@ -17,7 +17,7 @@ from forewarn.collectors.clock import Clock, SystemClock
 from forewarn.collectors.errors import ConfigError, InputError, StorageError
 from forewarn.daemon import wire
 from forewarn.daemon.config import ServiceConfig, parse_address
-from forewarn.daemon.service import intake, journal, protections
+from forewarn.daemon.service import intake, journal, protections, times
 from forewarn.daemon.service.archive import Archive
 from forewarn.daemon.service.broadcast import Broadcast
 from forewarn.daemon.service.database import open_database
@@ -202,7 +202,7 @@ class Service:
     def _on_view(self, view: View) -> None:
         self.reactor.show(view)
         self.broadcast.send(
-            "cycle", {"number": view.number, "time": protections.iso(view.time), "devices": len(view.devices)}
+            "cycle", {"number": view.number, "time": times.iso(view.time), "devices": len(view.devices)}
         )
 
     def _on_told(self, told: Told) -> None:
@@ -218,7 +218,7 @@ class Service:
                     "kind": row["kind"],
                     "code": row["code"],
                     "severity": row["severity"],
-                    "time": protections.iso(row["time"]),
+                    "time": times.iso(row["time"]),
                 },
             )
         for identity in told.protections:

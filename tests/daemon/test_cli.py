@@ -48,6 +48,13 @@ def test_commands_of_the_node_need_nothing_of_the_centre(name: str) -> None:
     assert not any(m.startswith(("forewarn.daemon.service", "forewarn.daemon.controller")) for m in modules)
 
 
+def test_token_loads_no_models() -> None:
+    """A script that makes a token for each of a thousand nodes waits for no numeric library."""
+    script = "import sys; import forewarn.daemon.commands.token; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not set(run.stdout.split()) & {"lightgbm", "numba", "pandas", "numpy", "forewarn.models"}
+
+
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["agnet"])
