@@ -152,7 +152,8 @@ class Story:
             self.step(
                 "acknowledged",
                 "service",
-                f"has the acknowledgement: step {item.get('step')}, saved in {item.get('save_seconds')} s",
+                f"has the acknowledgement: step {item.get('step')}, saved in "
+                f"{float(item.get('save_seconds') or 0.0) * 1000:.0f} ms",
                 step=item.get("step"),
                 save_seconds=item.get("save_seconds"),
                 checkpoint=item.get("checkpoint"),
@@ -185,7 +186,7 @@ class Story:
                 "xid",
                 "94",
             )
-            text = f"{line['device']}: {str(line['kind']).upper()} {line['code']}: {line['message']}"
+            text = f"{line['device']}: {line['message']}"  # which names kind and code
             if fatal and line["device"] == self.victim:
                 self.step("fatal_event", "fleet", text, simulated=True, level="critical")
             else:
