@@ -725,6 +725,14 @@ _TRAINING = [
         0,
         "job",
     ),
+    _g(
+        "training_marked",
+        "1",
+        "1 while the rank saves, evaluates or warms up, 0 otherwise",
+        "the job",
+        0,
+        "job",
+    ),
     _g("training_loss", "1", "Loss of the last step", "the job", 0, "job"),
     _g(
         "training_compute_seconds",
@@ -1358,6 +1366,14 @@ EVENTS: dict[str, EventKind] = {
         EventKind("collector_recovered", "A silent source answers again", "collector name"),
         EventKind("disk_verdict", "The verdict on a disk changed", "the verdict"),
         EventKind("log_gap", "Kernel messages were lost before they could be read", "overrun"),
+        EventKind("job_ended", "A rank's process ended without a word", "unannounced"),
+        EventKind("job_slow", "A job's steps got slower and no rank stands out", "job"),
+        EventKind("job_straggler", "A rank computes longer than its peers", "compute"),
+        EventKind("job_stalled", "Ranks finish no more steps", "rank, silent, job"),
+        EventKind("job_loss", "A job's loss went wrong", "not_a_number, spike"),
+        EventKind(
+            "job_recovered", "What was told of a job's progress is over", "slow, straggler, stalled, loss"
+        ),
         EventKind("agent_started", "The agent was started", "version"),
         EventKind("telemetry_dropped", "The spool was full and telemetry was given up", "spool_full"),
     )

@@ -17,13 +17,14 @@ import select
 import socket
 import stat
 import statistics
+import struct
 import threading
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from forewarn.collectors.base import CollectionError, Device, Reading, Sample
+from forewarn.collectors.base import CollectionError, Device, Event, Reading, Sample
 from forewarn.collectors.errors import UnavailableError
 from forewarn.collectors.registry import Setup
 
@@ -40,6 +41,10 @@ FORGET_AFTER_S = 6 * 3600.0
 """A rank that has said nothing for so long, not even goodbye, is gone."""
 MARKS = ("checkpoint", "evaluation", "warmup")
 """Steps that take their time for a known reason, and are left out of the iteration time."""
+SAME_SENDER = 3
+"""So many messages of one process make it the rank's own; a shell that sends one message and ends is not."""
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user, group: what the kernel says of a sender."""
 
 Text = Annotated[str, msgspec.Meta(max_length=128)]
 _JOB = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -50,8 +55,9 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `seconds` is the whole iteration, `compute` the part of it before the first collective (that is what tells
     ranks apart: the rest they wait for each other). `samples_per_second` is of this rank. `loss` may be NaN
-    (in JSON: null, with `loss_bad` true). `mark` is one of MARKS for a step that is long on purpose. `gpu` is
-    the local device (`gpu3`) or the GPU's UUID. `done` says that the rank ends as it should.
+    (in JSON: null, with `loss_bad` true). `mark` is one of MARKS for a step that is long on purpose, or tells, with
+    the last step's number, that such a phase begins; the next step without a mark ends it. `gpu` is the local device
+    (`gpu3`) or the GPU's UUID. `done` says that the rank ends as it should.
     """
 
     step: Annotated[int, msgspec.Meta(ge=0)]
@@ -132,6 +138,13 @@ class _Rank(msgspec.Struct):
     loss: float | None = None
     bad_losses: int = 0
     marked: int = 0
+    process: int = 0
+    told_by_it: int = 0
+
+    def sent_by(self, process: int) -> None:
+        """Note who sent a message; 0: not known."""
+        self.told_by_it = self.told_by_it + 1 if process == self.process else 1
+        self.process = process
 
     def take(self, message: Step, now: float) -> None:
         if message.step != self.step:
@@ -161,7 +174,8 @@ class TrainingCollector:
     """What the ranks on this node told since the last poll, one device a rank (`JOB.rank3`, kind `job`).
 
     Times are medians over the steps since the last poll, marked ones left out. `path` is the socket
-    (`@name` for one without a file), `folder` that of progress files; either may be empty for none.
+    (`@name` for one without a file), `folder` that of progress files; either may be empty for none. A rank whose
+    process ended without a word is told once, and forgotten.
     """
 
     name = SOURCE
@@ -205,11 +219,20 @@ class TrainingCollector:
                     del self._ranks[job, number]
                     continue
                 local = _local(job, number)
+                if rank.told_by_it >= SAME_SENDER and self._is_gone(rank.process):
+                    reading.events.append(_died(local, number, rank))
+                    del self._ranks[job, number]
+                    continue
                 reading.samples.extend(_samples(local, number, rank, now))
                 reading.devices.append(_device(local, job, number, rank.last))
                 rank.clear()
             self._trouble(reading)
         return reading
+
+    def _is_gone(self, process: int) -> bool:
+        """Whether a process of this host has ended; never when that cannot be told."""
+        proc = self._setup.root / "proc"
+        return process > 0 and (proc / "self").exists() and not (proc / str(process)).exists()
 
     def close(self) -> None:
         """Stop listening and take the socket away."""
@@ -234,6 +257,7 @@ class TrainingCollector:
             return
         made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._bind(made)
         except OSError as error:
             made.close()
@@ -297,12 +321,14 @@ class TrainingCollector:
         now = self._setup.clock.monotonic()
         for _ in range(MAX_STEPS_KEPT):
             try:
-                message = self._socket.recv(MAX_MESSAGE_BYTES + 1)
+                message, told, _, _ = self._socket.recvmsg(
+                    MAX_MESSAGE_BYTES + 1, socket.CMSG_SPACE(_CREDENTIALS.size)
+                )
             except (BlockingIOError, InterruptedError):
                 return
-            self._take(message, "a message", now)
+            self._take(message, "a message", now, _sender_of(told))
 
-    def _take(self, message: bytes, what: str, now: float) -> None:
+    def _take(self, message: bytes, what: str, now: float, process: int = 0) -> None:
         try:
             step = decode(message)
         except msgspec.DecodeError as error:
@@ -318,6 +344,7 @@ class TrainingCollector:
                 self._left_out += 1
                 return
             rank = self._ranks[key] = _Rank(step=-1, heard=now, last=step)
+        rank.sent_by(process)
         rank.take(step, now)
 
     # -- progress files --
@@ -369,6 +396,24 @@ def _read(path: Path) -> bytes:
         return file.read(MAX_MESSAGE_BYTES + 1)
 
 
+def _sender_of(told: list[tuple[int, int, bytes]]) -> int:
+    """The process that sent a message, by the kernel's word; 0 when it does not say."""
+    for level, kind, data in told:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) >= _CREDENTIALS.size:
+            return int(_CREDENTIALS.unpack_from(data)[0])
+    return 0
+
+
+def _died(local: str, number: int, rank: _Rank) -> Event:
+    return Event(
+        device=local,
+        kind="job_ended",
+        code="unannounced",
+        severity="info",
+        message=f"rank {number} ended after step {rank.step} without saying so (process {rank.process})",
+    )
+
+
 def _local(job: str, rank: int) -> str:
     return f"{job}.rank{rank}" if job else f"rank{rank}"
 
@@ -384,6 +429,7 @@ def _samples(local: str, number: int, rank: _Rank, now: float) -> list[Sample]:
         "training_loss": rank.loss,
         "training_bad_losses_total": float(rank.bad_losses),
         "training_marked_steps_total": float(rank.marked),
+        "training_marked": float(bool(rank.last.mark)),
     }
     return [Sample(local, k, v) for k, v in values.items() if v is not None]
 

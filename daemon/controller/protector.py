@@ -154,6 +154,8 @@ class Protector:
             if not asked and not by_hand:
                 return None
             self.mailbox.begin(asked)
+            if self._progress is not None:
+                self._progress.send(Step(step=step, job=self._job, rank=self._rank, mark="checkpoint"))
             began = self._clock.monotonic()
             try:
                 checkpoint = os.fspath(save())

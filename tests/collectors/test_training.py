@@ -137,6 +137,7 @@ def test_medians_of_the_steps_since_the_last_poll(
             "training_loss": 2.5,
             "training_bad_losses_total": 0,
             "training_marked_steps_total": 0,
+            "training_marked": 0,
         }
     )
     assert all(METRICS[s.metric].kind == "job" for s in reading.samples)
@@ -157,6 +158,50 @@ def test_marked_steps_are_left_out_of_the_time(collector: TrainingCollector, sen
     assert got["training_iteration_seconds"] == 2.0
     assert got["training_marked_steps_total"] == 2
     assert got["training_step_total"] == 4
+
+
+def test_a_phase_is_marked_from_its_beginning_to_the_next_step(
+    collector: TrainingCollector, sender: ProgressSender, clock: ManualClock
+) -> None:
+    sender.send(Step(step=7, seconds=2.0))
+    assert _of(collector.collect(), "rank0")["training_marked"] == 0
+    sender.send(Step(step=7, mark="evaluation"))
+    clock.advance(90.0)
+    got = _of(collector.collect(), "rank0")
+    assert (got["training_marked"], got["training_idle_seconds"]) == (1, 90.0)
+    sender.send(Step(step=8, seconds=2.0))
+    got = _of(collector.collect(), "rank0")
+    assert (got["training_marked"], got["training_idle_seconds"]) == (0, 0)
+
+
+def test_a_rank_whose_process_ended_is_told_once_and_forgotten(
+    root: Path, collector: TrainingCollector, sender: ProgressSender
+) -> None:
+    """`root` has no /proc: only when one is there, and without the process, is it known to have ended."""
+    for step in range(1, 4):
+        sender.send(Step(step=step, job="llama", rank=2))
+    assert _of(collector.collect(), "llama.rank2")["training_step_total"] == 3
+    (root / "proc" / "self").mkdir(parents=True)
+    (root / "proc" / str(os.getpid())).mkdir()
+    assert not collector.collect().events
+    (root / "proc" / str(os.getpid())).rmdir()
+    reading = collector.collect()
+    assert [(e.device, e.kind, e.code) for e in reading.events] == [
+        ("llama.rank2", "job_ended", "unannounced")
+    ]
+    assert "after step 3" in reading.events[0].message
+    assert not reading.samples
+    assert not collector.collect().events
+
+
+def test_a_process_that_sends_one_message_and_ends_is_no_rank(
+    root: Path, collector: TrainingCollector, sender: ProgressSender
+) -> None:
+    (root / "proc" / "self").mkdir(parents=True)
+    sender.send(Step(step=1))
+    reading = collector.collect()
+    assert not reading.events
+    assert _of(reading, "rank0")["training_step_total"] == 1
 
 
 def test_a_stall_shows_as_idle_time(

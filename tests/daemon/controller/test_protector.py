@@ -144,12 +144,13 @@ def test_steps_are_told_to_the_agent_without_the_time_of_saves(mailbox: Mailbox,
         protector.step(3, never)
         protector.close()
         agent.setblocking(False)
-        told = [decode(agent.recv(4096)) for _ in range(4)]
-    assert [(m.step, m.seconds, m.done) for m in told] == [
-        (1, None, False),
-        (2, 2.0, False),
-        (3, 3.0, False),
-        (0, None, True),
+        told = [decode(agent.recv(4096)) for _ in range(5)]
+    assert [(m.step, m.seconds, m.mark, m.done) for m in told] == [
+        (1, None, "", False),
+        (2, 2.0, "", False),
+        (2, None, "checkpoint", False),
+        (3, 3.0, "", False),
+        (0, None, "", True),
     ]
     assert {(m.job, m.rank) for m in told} == {("llm", 3)}
 
