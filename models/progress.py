@@ -1,7 +1,8 @@
 """What a training job's own progress says: slowdowns, stalls, stragglers, losses that went wrong, and whose fault.
 
-Works on what `collectors/training` reads, one observation a step (or a poll's median). Steps marked as
-checkpoint, evaluation or warm-up must not be given to the detectors: they would be the false alarms. Pure.
+The detectors, each by itself; `job_progress` puts them together for a job. They work on what `collectors/training`
+reads, one observation a step (or a poll's median). Steps marked as checkpoint, evaluation or warm-up must not be given
+to them: they would be the false alarms. Pure.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import bisect
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -78,6 +79,17 @@ class MedianShift:
             self._begin_anew()
         return Shift(alarm, math.exp(shift), z)
 
+    def plain(self) -> dict[str, Any]:
+        """The state as plain values, for `restore`."""
+        return {"recent": list(self._recent), "base": list(self._base), "in_alarm": self._in_alarm}
+
+    def restore(self, plain: Mapping[str, Any]) -> None:
+        """Go on from what `plain` gave. Raises KeyError, TypeError or ValueError when it is something else."""
+        self._recent.extend(float(v) for v in plain["recent"])
+        self._base.extend(float(v) for v in plain["base"])
+        self._sorted = sorted(self._base)
+        self._in_alarm = int(plain["in_alarm"])
+
     @property
     def sigma(self) -> float:
         """Robust spread of one step's log time about the base."""
@@ -112,6 +124,15 @@ class ClippedCusum:
         self._base = base
         self._sum = 0.0
 
+    @property
+    def total(self) -> float:
+        """The sum over its limit; may be set, to go on from before."""
+        return self._sum / CUSUM_LIMIT
+
+    @total.setter
+    def total(self, value: float) -> None:
+        self._sum = max(0.0, value) * CUSUM_LIMIT
+
     def observe(self, seconds: float) -> float:
         """Take a step's time before the base does; returns the sum over its limit (0 and above)."""
         usual = self._base.median_seconds
@@ -145,14 +166,8 @@ def slower_ranks(compute_s: Mapping[str, float], roles: Mapping[str, str] | None
     `compute_s` is time before the first collective: in synchronous training all ranks share the step time, so
     only this tells them apart. Roles (pipeline stages) compute different work and are never compared.
     """
-    groups: dict[str, list[str]] = {}
-    for rank, seconds in compute_s.items():
-        if seconds > 0 and math.isfinite(seconds):
-            groups.setdefault((roles or {}).get(rank, ""), []).append(rank)
     found: list[Straggler] = []
-    for ranks in groups.values():
-        if len(ranks) < MIN_PEERS:
-            continue
+    for ranks in _peers(compute_s, roles):
         logs = {rank: math.log(compute_s[rank]) for rank in ranks}
         middle = statistics.median(logs.values())
         deviation = statistics.median(abs(v - middle) for v in logs.values())
@@ -163,6 +178,26 @@ def slower_ranks(compute_s: Mapping[str, float], roles: Mapping[str, str] | None
             if value - middle > math.log(STRAGGLER_RATIO) and (value - middle) / sigma > STRAGGLER_Z
         )
     return sorted(found, key=lambda s: -s.ratio)
+
+
+def ratios_to_peers(
+    compute_s: Mapping[str, float], roles: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """Each rank's compute time over the median of its peers; ranks without enough peers are left out."""
+    found = {}
+    for ranks in _peers(compute_s, roles):
+        middle = statistics.median(compute_s[r] for r in ranks)
+        found.update({r: compute_s[r] / middle for r in ranks})
+    return found
+
+
+def _peers(compute_s: Mapping[str, float], roles: Mapping[str, str] | None) -> list[list[str]]:
+    """Ranks by role, where there are enough of one."""
+    groups: dict[str, list[str]] = {}
+    for rank, seconds in compute_s.items():
+        if seconds > 0 and math.isfinite(seconds):
+            groups.setdefault((roles or {}).get(rank, ""), []).append(rank)
+    return [ranks for ranks in groups.values() if len(ranks) >= MIN_PEERS]
 
 
 class StragglerWatch:
@@ -184,11 +219,22 @@ LossState = Literal["fine", "spike", "not_a_number"]
 
 
 class LossWatch:
-    """NaN and infinite losses at once; spikes against the last hundred losses."""
+    """NaN and infinite losses at once; spikes against the last hundred losses. A loss that stays up for half as many
+    is no spike any more, and the watch begins anew."""
 
     def __init__(self, window: int = 100, spike_z: float = 8.0) -> None:
         self._losses: deque[float] = deque(maxlen=window)
         self._spike_z = spike_z
+        self._spikes = 0
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses it goes by, oldest first."""
+        return list(self._losses)
+
+    def restore(self, losses: Sequence[float]) -> None:
+        """Go on from such a list."""
+        self._losses.extend(losses)
 
     def observe(self, loss: float) -> LossState:
         """Take one loss. A spike needs both: far outside the spread, and half as much again as usual."""
@@ -201,46 +247,13 @@ class LossWatch:
             beyond = loss - middle
             if beyond > self._spike_z * max(spread, 1e-6) and beyond > 0.5 * abs(middle):
                 state = "spike"
+        self._spikes = self._spikes + 1 if state == "spike" else 0
+        if self._spikes * 2 > (self._losses.maxlen or 0):
+            self._losses.clear()
+            self._spikes, state = 0, "fine"
         if state == "fine":
             self._losses.append(loss)
         return state
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """What the job's progress says now. `kind` is `fine`, `straggler` (ranks named), `slow_job` (all alike: network,
-    storage or data, and no reason to save), or `stalled` (ranks named)."""
-
-    kind: Literal["fine", "straggler", "slow_job", "stalled"]
-    ranks: tuple[str, ...] = ()
-    reason: str = ""
-
-    @property
-    def points_at_device(self) -> bool:
-        """Whether some device is to be suspected, so that saving may pay."""
-        return self.kind == "straggler" or (self.kind == "stalled" and len(self.ranks) == 1)
-
-
-def judge(shift: Shift | None, stragglers: list[Straggler], stalled_ranks: list[str], ranks: int) -> Finding:
-    """Put the detectors together for a job of `ranks` ranks."""
-    if stalled_ranks:
-        if len(stalled_ranks) < ranks:
-            who = ", ".join(stalled_ranks[:4])
-            return Finding("stalled", tuple(stalled_ranks), f"{who} finished no step while others did")
-        return Finding("stalled", tuple(stalled_ranks), "no rank finishes a step: the job hangs")
-    if stragglers:
-        worst = stragglers[0]
-        return Finding(
-            "straggler",
-            tuple(s.rank for s in stragglers),
-            f"{worst.rank} computes {(worst.ratio - 1) * 100:.0f} % longer than its peers",
-        )
-    if shift is not None and shift.alarm:
-        return Finding(
-            "slow_job",
-            (),
-            f"steps take {(shift.ratio - 1) * 100:.0f} % longer and no rank stands out: network, storage or data",
-        )
-    return Finding("fine")
 
 
 def _quantile(ordered: list[float], q: float) -> float:
@@ -251,78 +264,3 @@ def _quantile(ordered: list[float], q: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-class _RankState(msgspec.Struct):
-    step: float = -1.0
-    moved: float = 0.0
-    compute: float | None = None
-    role: str = ""
-    bad_losses: float | None = None
-
-
-class JobProgress:
-    """One job's ranks as their agents report them, and what they say together.
-
-    `observe` takes the samples of one rank as they arrive; `judge` is asked once a cycle. Ranks in step share
-    their iteration time, so the slowdown of the job is read from one of them, the first that reports it.
-    """
-
-    def __init__(self) -> None:
-        self._ranks: dict[str, _RankState] = {}
-        self._shift = MedianShift()
-        self._cusum = ClippedCusum(self._shift)
-        self._watch = StragglerWatch()
-        self._pacer = ""
-        self._last: Shift | None = None
-        self._stragglers: list[Straggler] = []
-        self._fresh: set[str] = set()
-        self.sensitive = 0.0
-        """The sensitive channel, a signal for the model: evidence of slower steps, 1 at its own limit."""
-        self.bad_losses = 0
-        """Steps with a NaN or infinite loss since the job was first seen, all ranks."""
-
-    def observe(self, rank: str, samples: Mapping[str, float], time: float, role: str = "") -> None:
-        """Take one rank's `training_*` samples of one poll, read at `time` (seconds, any one clock)."""
-        state = self._ranks.get(rank)
-        if state is None:
-            state = self._ranks[rank] = _RankState(moved=time)
-        state.role = role or state.role
-        step = samples.get("training_step_total")
-        if step is not None and step != state.step:
-            state.step, state.moved = step, time - samples.get("training_idle_seconds", 0.0)
-        seconds = samples.get("training_iteration_seconds")
-        if seconds is not None and seconds > 0 and math.isfinite(seconds):
-            self._pacer = self._pacer or rank
-            if rank == self._pacer:
-                self.sensitive = self._cusum.observe(seconds)
-                self._last = self._shift.observe(seconds)
-        compute = samples.get("training_compute_seconds")
-        if compute is not None:
-            state.compute = compute
-            self._fresh.add(rank)
-        bad = samples.get("training_bad_losses_total")
-        if bad is not None:
-            if state.bad_losses is not None and bad > state.bad_losses:
-                self.bad_losses += int(bad - state.bad_losses)
-            state.bad_losses = bad
-
-    def forget(self, rank: str) -> None:
-        """A rank that ended as it should."""
-        self._ranks.pop(rank, None)
-        self._fresh.discard(rank)
-        if rank == self._pacer:
-            self._pacer = ""
-
-    def judge(self, time: float, longest_marked_s: float = 0.0) -> Finding:
-        """What the job's progress says at `time`. `longest_marked_s`: what a checkpoint or evaluation may take."""
-        still = [
-            rank
-            for rank, state in self._ranks.items()
-            if stalled(time - state.moved, self._shift.median_seconds, longest_marked_s)
-        ]
-        if self._fresh and self._fresh >= self._ranks.keys():  # one look at all ranks, no rank twice
-            compute = {r: s.compute for r, s in self._ranks.items() if s.compute is not None}
-            self._stragglers = self._watch.observe(compute, {r: s.role for r, s in self._ranks.items()})
-            self._fresh.clear()
-        return judge(self._last, self._stragglers, still, len(self._ranks))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forewarn.collectors.training import ProgressSender
+from forewarn.daemon.controller import Progress
 from forewarn.daemon.controller.protector import Protector
 
 CALLS = 50_000
@@ -56,6 +57,10 @@ def run() -> list[dict[str, Any]]:
             sender = ProgressSender(name)
             with Protector(folder, progress=sender, job="llm", rank=1) as protector:
                 telling = microseconds(lambda step: (protector.step(step, save), _take(agent)))
+            progress = Progress("llm", 1, path=name)
+            lines = microseconds(lambda step: (progress.step(step, loss=2.5, samples=64), _take(agent)))
+            progress.close()
+            _take(agent)  # its goodbye
             raw = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             raw.setblocking(False)
             address = agent.getsockname()
@@ -67,6 +72,7 @@ def run() -> list[dict[str, Any]]:
         row(
             "protector: step told to the agent (floor: bare sendto, recv)", telling, bare, PROGRESS_BUDGET_US
         ),
+        row("progress: step with loss told to the agent (same floor)", lines, bare, PROGRESS_BUDGET_US),
     ]
 
 
