@@ -58,7 +58,7 @@ def run() -> list[dict[str, Any]]:
             with Protector(folder, progress=sender, job="llm", rank=1) as protector:
                 telling = microseconds(lambda step: (protector.step(step, save), _take(agent)))
             progress = Progress("llm", 1, path=name)
-            lines = microseconds(lambda step: (progress.step(step, loss=2.5, samples=64), _take(agent)))
+            lines = microseconds(lambda step: _tell(progress, step, agent))
             progress.close()
             _take(agent)  # its goodbye
             raw = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -74,6 +74,11 @@ def run() -> list[dict[str, Any]]:
         ),
         row("progress: step with loss told to the agent (same floor)", lines, bare, PROGRESS_BUDGET_US),
     ]
+
+
+def _tell(progress: Progress, step: int, agent: socket.socket) -> None:
+    progress.step(step, loss=2.5, samples=64)
+    _take(agent)
 
 
 def _take(agent: socket.socket) -> bytes:

@@ -133,7 +133,7 @@ def _report(job: JobProgress, time: float, *, but: tuple[str, ...] = (), **value
 def _idle(job: JobProgress, start: float, seconds: float, step: float, **values: float) -> list[Finding]:
     """Polls of a job that stays at one step."""
     return [
-        _report(job, start + t, step_total=step, idle_seconds=t, **values)
+        _report(job, start + t, but=(), step_total=step, idle_seconds=t, **values)
         for t in (POLL_S * i for i in range(1, int(seconds / POLL_S) + 1))
     ]
 
