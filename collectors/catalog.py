@@ -1381,11 +1381,6 @@ EVENTS: dict[str, EventKind] = {
 """Every kind of event by name."""
 
 
-def metrics_of(kind: str) -> list[Metric]:
-    """All metrics of one kind of device, in catalog order."""
-    return [m for m in METRICS.values() if m.kind == kind]
-
-
 EXPOSED_PREFIX = "forewarn_"
 SECONDS_PER_HOUR = 3600.0
 

@@ -125,10 +125,6 @@ class KernelLogCollector:
         with contextlib.suppress(msgspec.ValidationError):
             self._cursor = msgspec.convert(state, Cursor)
 
-    def set_pci_map(self, pci_map: dict[str, str]) -> None:
-        """Tell which local device sits at which address (`dddd:bb:dd`, or with function)."""
-        self._pci_map = dict(pci_map)
-
     def gpu_uuids(self) -> dict[str, str]:
         """GPU UUIDs by address, as the driver logged them."""
         return dict(self._uuids)

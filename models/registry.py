@@ -319,7 +319,10 @@ class StoredModel(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """A folder of models: `NAME/` each; `current.json` says for each kind which is champion and which went before."""
+    """A folder of models: `NAME/` each; `current.json` says for each kind which is champion and which went before.
+
+    Until there is such a file, the only model of a kind is its champion, as `load_all` serves it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -368,6 +371,7 @@ class Store:
                 return name
             raise StorageError(f"{target}: there is another model of that name: choose another name")
         temporary = self.path / f".{name}.{secrets.token_hex(4)}"
+        self._settle()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             shutil.copytree(source, temporary)
@@ -386,6 +390,7 @@ class Store:
         current = self._current()
         champion = current.champion.get(kind)
         if champion == name:
+            self._settle()
             return kind
         before = [n for n in current.before.get(kind, []) if n != name]
         if champion is not None:
@@ -417,9 +422,24 @@ class Store:
         try:
             return msgspec.json.decode(file.read_bytes(), type=_Current)
         except FileNotFoundError:
-            return _Current()
+            return _Current(champion=self._only_ones())
         except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
             raise StorageError(f"{file}: cannot be read: {error}") from error
+
+    def _only_ones(self) -> dict[str, str]:
+        """The name by kind of each model that is the only one of its kind; a damaged one is of none."""
+        names: dict[str, list[str]] = {}
+        for folder in sorted(_folders(self.path)) if self.path.is_dir() else []:
+            with contextlib.suppress(StorageError):
+                names.setdefault(read_manifest(folder)[0].kind, []).append(folder.name)
+        return {kind: found[0] for kind, found in names.items() if len(found) == 1}
+
+    def _settle(self) -> None:
+        """Write down who is champion already, so that a model which comes to it changes nothing."""
+        if not (self.path / CURRENT_NAME).exists():
+            current = self._current()
+            if current.champion:
+                self._write(current)
 
     def _write(self, current: _Current) -> None:
         file = self.path / CURRENT_NAME

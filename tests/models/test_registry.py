@@ -156,7 +156,9 @@ def test_champion_challenger_and_back(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     first = store.add(tmp_path / "one", "first")
     second = store.add(tmp_path / "two")
-    assert store.champions() == {}
+    # The first of its kind is served, and one that comes to it changes nothing.
+    assert store.champions()[KIND].digest == registry.load(tmp_path / "one").digest
+    assert registry.load_all(store.path)[KIND].digest == registry.load(tmp_path / "one").digest
     assert store.promote(first) == KIND
     assert {m.name: m.state for m in store.models()} == {first: "champion", second: "challenger"}
     store.promote(second)
@@ -168,6 +170,26 @@ def test_champion_challenger_and_back(tmp_path: Path) -> None:
         store.rollback(KIND)
     with pytest.raises(InputError, match="there are: first"):
         store.promote("nobody")
+
+
+def test_promoting_one_kind_leaves_the_others_served(tmp_path: Path) -> None:
+    disk = ["reallocated.level", "pending.level", "power_on_hours.level"]
+    make(tmp_path / "store" / "gpu-1")
+    make(tmp_path / "store" / "disk-1", kind="disk", features=disk)
+    make(tmp_path / "two", seed=1)
+    store = Store(tmp_path / "store")
+    assert {m.state for m in store.models()} == {"champion"}
+    store.promote(store.add(tmp_path / "two", "gpu-2"))
+    assert {m.name: m.state for m in store.models()} == {
+        "disk-1": "champion",
+        "gpu-1": "before",
+        "gpu-2": "champion",
+    }
+    assert store.rollback(KIND) == "gpu-1"
+
+
+def test_the_bundled_models_are_listed_as_what_they_are_used_for() -> None:
+    assert {m.state for m in Store(registry.bundled_path()).models()} <= {"champion"}
 
 
 def test_a_damaged_model_is_never_promoted(tmp_path: Path) -> None:
