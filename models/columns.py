@@ -216,8 +216,16 @@ def _gpu(c: Columns, v: View) -> None:
     _gpu_levels(c, v)
     _gpu_thermal(c, v)
     _gpu_load(c, v)
+    _gpu_told(c, v)
     _rhythm(c, v)
     _history(c, v)
+
+
+def _gpu_told(c: Columns, v: View) -> None:
+    """What the agent tells of its own polls of a GPU: GPUs that are about to be lost answer late and in part."""
+    gap = v.level("gpu_poll_gap_seconds")
+    c.add("telemetry.poll_gap_ratio", 1, _ratio(gap, peers.median(v.nodes, gap)))
+    c.add("telemetry.metrics_missing", 1, log1p(v.level("gpu_metrics_missing")))
 
 
 def _gpu_levels(c: Columns, v: View) -> None:

@@ -33,6 +33,7 @@ ACTIONS = {
     "CHECK_DISK": "run a long self-test of the disk and watch it",
     "CHECK_MECHANICALS": "reseat the card, its cables and its power",
     "CHECK_THERMALS": "check fans, air flow and the heat sink",
+    "CHECK_GPU": "compare the GPU's clocks, heat and power with its neighbours', and test it after the job",
     "CHECK_HOST": "drain the node and look at the host's own log",
     "CHECK_NIC": "reset the network adapter, then its cable",
     "REPLACE_DIMM": "drain the node and replace the DIMM",
@@ -256,6 +257,10 @@ def _telemetry(words: Words, name: str) -> str:
     value = words._value(name)
     if "silence" in name:
         return f"silent for {math.expm1(value):.0f} times its usual interval"
+    if name.endswith("poll_gap_ratio"):
+        return f"its polls lie {math.exp(value):.1f} x as far apart as its neighbours'"
+    if name.endswith("metrics_missing"):
+        return f"{math.expm1(value):.0f} metrics that it gave before are missing"
     if "stale" in name:
         return f"{100 * value:.0f} % of its metrics no longer come"
     return f"{math.expm1(value):.0f} polls missed in {_window(name.rsplit('_', 1)[1])}"

@@ -355,6 +355,10 @@ class Fleet:
         """Every device seen, by id; the description is bare when the node never sent one."""
         return dict(self._devices)
 
+    def described(self, device: str) -> Device | None:
+        """One device as its node described it; None when it was never seen."""
+        return self._devices.get(device)
+
     def latest(self, device: str) -> dict[str, tuple[float, float]]:
         """Metric -> (value, time) of the last readings taken in by `score`."""
         out: dict[str, tuple[float, float]] = {}

@@ -181,10 +181,26 @@ _DISK_EVENT_RULES: dict[tuple[str, str], tuple[str, str, tuple[float, ...], str,
 }  # fmt: skip
 
 
+_JOB_RULES = {
+    "job_straggler": "its rank computes longer than its peers",
+    "job_stalled": "its rank finishes no more steps",
+}
+"""What a job's progress says of one GPU: worth a look and a save where that is cheap, never alone a reason to leave."""
+
+
+def _job(event: Event) -> RuleHit | None:
+    if kind_of(event.device) != "gpu":
+        return None
+    text = event.message or _JOB_RULES[event.kind]
+    return _hit(event, event.kind, text, event.action or "CHECK_GPU", ELEVATED, "gpu", WARNING_LASTS_S)
+
+
 def on_event(event: Event) -> RuleHit | None:
     """What an event alone says, at once. Application XIDs say nothing."""
     if event.kind == "xid":
         return _xid(event)
+    if event.kind in _JOB_RULES:
+        return _job(event)
     if event.kind == "sxid":
         if event.severity != "critical":
             return None
@@ -217,6 +233,8 @@ def clears(event: Event) -> Callable[[RuleHit], bool] | None:
     """Which hits an event ends; None: none. A GPU that is back was reset; a new driver means every GPU was."""
     if event.kind == "gpu_returned":
         return lambda hit: hit.device == event.device
+    if event.kind == "job_recovered":
+        return lambda hit: hit.device == event.device and hit.rule in _JOB_RULES
     if event.kind == "driver_reloaded":
         node = event.device.partition("/")[0]
         return lambda hit: (

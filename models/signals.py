@@ -226,6 +226,8 @@ _GPU_LEVEL_METRICS = (
     "gpu_nvlink_links_total",
     "gpu_recovery_action",
     "gpu_last_xid",
+    "gpu_poll_gap_seconds",
+    "gpu_metrics_missing",
 )
 
 _DISK_SIGNALS = (

@@ -330,6 +330,18 @@ def test_missed_polls_and_silence() -> None:
     assert counted(table, "n0/gpu0", "telemetry.silence") == pytest.approx(1, abs=0.1)
 
 
+def test_what_the_agent_tells_of_its_own_polls_is_a_feature() -> None:
+    engine = FeatureEngine("gpu")
+    names = [f"n0/gpu{i}" for i in range(4)]
+    told = np.array([[50.0, 10.0, 0.0]] * 3 + [[50.0, 40.0, 3.0]])
+    metrics = ["gpu_temperature_celsius", "gpu_poll_gap_seconds", "gpu_metrics_missing"]
+    engine.apply(START, names, metrics, told)
+    table = engine.features(START + 1)
+    assert counted(table, "n0/gpu3", "telemetry.metrics_missing") == pytest.approx(3)
+    gap = table.values[table.row_of["n0/gpu3"], table.column_of["telemetry.poll_gap_ratio"]]
+    assert gap == pytest.approx(np.log(4))
+
+
 @pytest.mark.parametrize("kind", HORIZONS_S)
 def test_names_and_directions(kind: str) -> None:
     names, directions = feature_names(kind), monotone_constraints(kind)

@@ -201,3 +201,28 @@ def test_rows_remapped_again_and_again_are_wear() -> None:
     assert worn.floors > hit.floors
     assert not worn.fatal
     assert "3 times" in worn.text
+
+
+@pytest.mark.parametrize(("kind", "code"), [("job_straggler", "compute"), ("job_stalled", "rank")])
+def test_a_rank_that_stands_out_makes_its_gpu_a_modest_suspect(kind: str, code: str) -> None:
+    event = Event("n0/gpu3", kind, code, "warning", "rank 3 on n0 computes 15 % longer", time=NOW)
+    hit = rules.on_event(event)
+    assert hit is not None and not hit.fatal and hit.device == "n0/gpu3"
+    assert max(hit.floors) < 0.2
+    assert "15 %" in hit.text
+    ends = rules.clears(Event("n0/gpu3", "job_recovered", "straggler", "info", "even again", time=NOW + 60))
+    assert ends is not None and ends(hit)
+    assert not ends(rules.on_event(xid(79)) or hit)
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        ("n0/llama.rank3", "job_straggler"),
+        ("n0/llama.rank3", "job_slow"),
+        ("n0/gpu3", "job_slow"),
+        ("n0/gpu3", "job_loss"),
+    ],
+)
+def test_a_slow_job_accuses_no_device(device: str, kind: str) -> None:
+    assert rules.on_event(Event(device, kind, "job", "warning", "slower", time=NOW)) is None
