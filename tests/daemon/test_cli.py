@@ -79,6 +79,14 @@ def test_every_command_has_a_module() -> None:
     assert not missing
 
 
+def test_the_readme_names_every_command_and_no_other() -> None:
+    text = (TESTS.parent / "README.md").read_text(encoding="utf-8")
+    table = text.split("## Commands")[1].split("Exit codes")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    quoted = [word.removeprefix("forewarn ").split()[0] for cell in cells for word in cell.split("`")[1::2]]
+    assert sorted(quoted) == sorted(cli.COMMANDS)
+
+
 def test_a_wrong_setting_is_code_2_and_no_traceback(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text("[agent]\nspol = 1\n")
