@@ -57,7 +57,6 @@ def leftovers(environment: dict[str, str]) -> list[str]:
     return [p.name for p in Path(environment["TMPDIR"]).glob("forewarn-demo-*")]
 
 
-@pytest.mark.slow
 def test_once_protects_the_job_and_says_when(port: int, environment: dict[str, str], tmp_path: Path) -> None:
     data = tmp_path / "kept"
     made = subprocess.run(

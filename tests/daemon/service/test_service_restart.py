@@ -165,7 +165,6 @@ def _events_in(folder: Path) -> list[str]:
         database.close()
 
 
-@pytest.mark.slow
 def test_a_fatal_event_and_kill_9_lead_to_exactly_one_protection(process: Process) -> None:
     agent_token = make_token(process.folder, "agent", "*")
     operator = {"Authorization": f"Bearer {make_token(process.folder, 'operator')}"}
