@@ -80,6 +80,11 @@ _from_msgpack = msgspec.msgpack.Decoder(Step)
 _from_json = msgspec.json.Decoder(Step)
 
 
+def job_label(job: str) -> str:
+    """A job's name as it stands in device ids: letters, digits, dot, dash and underscore."""
+    return _JOB.sub("_", job)
+
+
 def encode(step: Step) -> bytes:
     """The message for one step."""
     return _encoder.encode(step)
@@ -334,7 +339,7 @@ class TrainingCollector:
         except msgspec.DecodeError as error:
             self._refuse(f"{what}: {error}")
             return
-        key = (_JOB.sub("_", step.job), step.rank)
+        key = (job_label(step.job), step.rank)
         rank = self._ranks.get(key)
         if step.done:
             self._ranks.pop(key, None)

@@ -6,6 +6,7 @@ A device is reported when its level holds for several cycles, and is let go when
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import sqlalchemy
 from sqlalchemy.engine import Connection
 
 from forewarn.daemon.service import schema
+from forewarn.daemon.service.progress import JobState
 from forewarn.daemon.service.silences import Silences
 from forewarn.daemon.service.view import LEVEL_FLOORS, LEVELS, View, level_of, node_of
 
@@ -42,7 +44,14 @@ def raise_(
 ) -> bool:
     """Open an alert, or bring the open one up to date; true when it is new."""
     table = schema.alerts
-    values: dict[str, Any] = {"level": level, "title": title, "reason": reason, "updated": now}
+    values: dict[str, Any] = {
+        "level": level,
+        "title": title,
+        "reason": reason,
+        "updated": now,
+        "device": device,
+        "node": node or node_of(device),
+    }
     done = run.execute(table.update().where(table.c.key == key, table.c.resolved.is_(None)).values(**values))
     if done.rowcount:
         return False
@@ -50,8 +59,6 @@ def raise_(
         table.insert().values(
             key=key,
             created=now,
-            device=device,
-            node=node or node_of(device),
             job=job,
             simulated=simulated,
             acknowledged_by="",
@@ -81,6 +88,61 @@ class Change:
     title: str = ""
     reason: str = ""
     simulated: bool = False
+    job: str = ""
+
+
+_JOB_TITLES = {
+    "slow_job": "{job} trains slower than before",
+    "straggler": "{job} waits for one of its ranks",
+    "stalled": "{job} makes no progress",
+}
+_LOSS_TITLES = {
+    "not_a_number": "{job} has a loss that is not a number",
+    "spike": "the loss of {job} rose suddenly",
+}
+
+
+@dataclass
+class JobAlerts:
+    """What the progress of training jobs says, for people. `open`: key to level, title and device as last told."""
+
+    open: dict[str, tuple[str, str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run: Connection) -> JobAlerts:
+        """Go on from what is open in the database."""
+        table = schema.alerts.c
+        rows = run.execute(
+            sqlalchemy.select(table.key, table.level, table.title, table.device).where(
+                table.resolved.is_(None), table.key.like("progress:%") | table.key.like("loss:%")
+            )
+        ).all()
+        return cls({row.key: (row.level, row.title, row.device) for row in rows})
+
+    def step(self, jobs: Mapping[str, JobState], silences: Silences, now: float) -> list[Change]:
+        """What changes with this cycle. Numbers in a reason move all the time: they are told when it is raised."""
+        wanted: dict[str, Change] = {}
+        for job, state in jobs.items():
+            if silences.job(job, now):
+                continue
+            found = [("progress", state.finding, state.reason, _JOB_TITLES.get(state.finding, ""))]
+            found.append(
+                ("loss", state.loss_finding, state.loss_reason, _LOSS_TITLES.get(state.loss_finding, ""))
+            )
+            for what, finding, reason, title in found:
+                if not title or not reason:
+                    continue
+                level = "critical" if finding == "stalled" else "warning"
+                device = state.devices[0] if state.devices else ""
+                key = f"{what}:{job}"
+                wanted[key] = Change(
+                    key, level, device, node_of(device), title.format(job=job), reason, state.simulated, job
+                )
+        told = {k: (c.level, c.title, c.device) for k, c in wanted.items()}
+        changes = [c for k, c in wanted.items() if self.open.get(k) != told[k]]
+        changes += [Change(k, "") for k in self.open if k not in wanted]
+        self.open = told
+        return changes
 
 
 @dataclass
@@ -195,6 +257,7 @@ def write(run: Connection, changes: list[Change], now: float) -> None:
                 reason=change.reason,
                 device=change.device,
                 node=change.node,
+                job=change.job,
                 simulated=change.simulated,
             )
         else:

@@ -13,7 +13,8 @@ from fastapi import APIRouter, Path, Query
 from sqlalchemy.engine import RowMapping
 from starlette.responses import Response
 
-from forewarn.daemon.service import advice, outbox, schema, shapes, view
+from forewarn.collectors.training import job_label
+from forewarn.daemon.service import advice, outbox, progress, schema, shapes, view
 from forewarn.daemon.service.access import Operator, Reader, ServiceOf, audit
 from forewarn.daemon.service.api_fleet import Cursor, Filter, Limit, json_response
 from forewarn.daemon.service.problems import Problem
@@ -49,8 +50,9 @@ def shown(row: Mapping[Any, Any], hidden: frozenset[str] = frozenset()) -> dict[
     return {k: iso(v) if k in TIMES else v for k, v in row.items() if k not in hidden}
 
 
-def _job_row(row: Mapping[Any, Any]) -> dict[str, Any]:
-    return shown(row, frozenset({"webhook_secrets"}))
+def _job_row(row: Mapping[Any, Any], service: Service) -> dict[str, Any]:
+    state = service.engine.view.jobs.get(job_label(row["job"]))
+    return {**shown(row, frozenset({"webhook_secrets"})), "progress": progress.shown(state)}
 
 
 def _delivery_row(row: Mapping[Any, Any]) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def put_job(job: JobName, body: shapes.JobBody, service: ServiceOf, who: Operato
         audit(run, service, who, "job", job, nodes=len(body.nodes), devices=len(body.devices))
         row = run.execute(sqlalchemy.select(table).where(table.c.job == job)).mappings().one()
     service.reactor.jobs_changed()
-    return json_response({**_job_row(row), "webhook_secret": made})
+    return json_response({**_job_row(row, service), "webhook_secret": made})
 
 
 def _secrets_of(
@@ -171,14 +173,34 @@ def list_jobs(service: ServiceOf, _who: Reader, limit: Limit = 100, cursor: Curs
             .all()
         )
     following = view.write_cursor(rows[limit - 1]["job"]) if len(rows) > limit else None
-    return json_response({"items": [_job_row(r) for r in rows[:limit]], "next": following})
+    return json_response({"items": [_job_row(r, service) for r in rows[:limit]], "next": following})
 
 
 @router.get(
     "/v1/jobs/{job}", response_model=shapes.JobRow, tags=["jobs"], summary="One job", responses=NOT_FOUND
 )
 def show_job(job: JobName, service: ServiceOf, _who: Reader) -> Response:
-    return json_response(_job_row(_existing(service, schema.jobs, "job", job, "job")))
+    return json_response(_job_row(_existing(service, schema.jobs, "job", job, "job"), service))
+
+
+@router.get(
+    "/v1/progress",
+    response_model=shapes.ProgressPage,
+    tags=["jobs"],
+    summary="Progress of all jobs that report their steps, registered or not, by name",
+)
+def list_progress(
+    service: ServiceOf, _who: Reader, job: Filter = "", limit: Limit = 100, cursor: Cursor = None
+) -> Response:
+    after = str(view.read_cursor(cursor, str)[0]) if cursor else ""
+    states = service.engine.view.jobs
+    names = sorted(n for n in states if n > after and job in ("", n))
+    with service.database.read() as run:
+        registered = {job_label(name) for name in run.execute(sqlalchemy.select(schema.jobs.c.job)).scalars()}
+    page = names[:limit]
+    items = [{"job": n, "registered": n in registered, **(progress.shown(states[n]) or {})} for n in page]
+    following = view.write_cursor(page[-1]) if len(names) > limit else None
+    return json_response({"items": items, "next": following})
 
 
 @router.delete("/v1/jobs/{job}", status_code=204, tags=["jobs"], summary="Forget a job", responses=NOT_FOUND)

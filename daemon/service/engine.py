@@ -16,8 +16,9 @@ import structlog
 
 from forewarn.collectors.clock import Clock
 from forewarn.collectors.errors import ForewarnError, StorageError
-from forewarn.daemon.service.intake import NodeState, Sequences, shift_of
+from forewarn.daemon.service.intake import OWN_STREAM, NodeState, Sequences, shift_of
 from forewarn.daemon.service.journal import Record, Sealed
+from forewarn.daemon.service.progress import JobsProgress
 from forewarn.daemon.service.readings import Clear, Failure, content_of, readings_of
 from forewarn.daemon.service.view import EMPTY, LEVEL_FLOORS, Layout, Past, View, make_view, past_of, raised
 from forewarn.daemon.wire import Batch
@@ -54,7 +55,12 @@ class Snapshots(Protocol):
     def due(self, now: float) -> bool: ...
 
     def save(
-        self, number: int, fleet: Fleet, sequences: Sequences, nodes: Mapping[str, NodeState]
+        self,
+        number: int,
+        fleet: Fleet,
+        sequences: Sequences,
+        nodes: Mapping[str, NodeState],
+        jobs: JobsProgress,
     ) -> None: ...
 
 
@@ -71,12 +77,16 @@ class Engine:
         on_view: Callable[[View], None],
         sequences: Sequences | None = None,
         nodes: dict[str, NodeState] | None = None,
+        jobs: JobsProgress | None = None,
+        on_news: Callable[[list[Batch]], None] = lambda batches: None,
     ) -> None:
+        """`on_news` gets what the service itself has to tell of devices, to be logged like what agents send."""
         self.fleet, self._clock, self._snapshots = fleet, clock, snapshots
         self._cycle_interval_s, self._on_view = cycle_interval_s, on_view
         self.sequences = sequences or Sequences()
         """What has been applied; the ingest has its own of what has been taken."""
         self.nodes: dict[str, NodeState] = nodes or {}
+        self.jobs, self._on_news = jobs or JobsProgress(), on_news
         self.view: View = EMPTY
         self.history: deque[Past] = deque(maxlen=HISTORY_KEPT)
         self.backlog_bytes = 0
@@ -180,7 +190,7 @@ class Engine:
         elif item.last or self._snapshots.due(self._clock.monotonic()):
             self._guard(
                 "snapshot_failed",
-                lambda: self._snapshots.save(item.number, self.fleet, self.sequences, self.nodes),
+                lambda: self._snapshots.save(item.number, self.fleet, self.sequences, self.nodes, self.jobs),
             )
 
     def _guard(self, event: str, function: Callable[[], object]) -> None:
@@ -204,14 +214,12 @@ class Engine:
             return
         # Marked first: a batch that makes the fleet raise must not be tried again and again.
         self.sequences.set(content.node, content.stream, content.sequence)
-        self._note_node(content, record.received)
-        self.fleet.apply_batch(
-            content.node,
-            readings_of(content),
-            content.events,
-            content.devices,
-            shift_of(content, record.received),
-        )
+        if content.stream != OWN_STREAM:
+            self._note_node(content, record.received)
+        readings, shift_s = readings_of(content), shift_of(content, record.received)
+        self.fleet.apply_batch(content.node, readings, content.events, content.devices, shift_s)
+        for device in self.jobs.take(content.node, readings, self.fleet.described, shift_s):
+            self.fleet.remove(device)
         self.applied += 1
 
     def _note_node(self, batch: Batch, received: float) -> None:
@@ -231,13 +239,16 @@ class Engine:
         tables = self.fleet.score(now)
         described = self.fleet.devices()
         view, self._layout = make_view(self.view.number + 1, now, tables, described, self._layout)
-        view = replace(view, reasons=self._reasons(view))
+        states, news = self.jobs.judge(now, lambda node: self.sequences.get(node, OWN_STREAM))
+        view = replace(view, reasons=self._reasons(view), jobs=states)
         with self._showing:
             self.view = view = raised(view, _floors(self._overlays))
         if not self.history or now - self.history[-1].time >= HISTORY_INTERVAL_S:
             self.history.append(past_of(view))
         self.last_cycle_s = self._clock.monotonic() - began
         self._on_view(view)
+        if news:
+            self._on_news(news)
 
     def _reasons(self, view: View) -> dict[str, tuple[str, ...]]:
         """Texts for the devices above healthy, the riskiest first; explained anew when their risk has moved."""

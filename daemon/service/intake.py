@@ -28,6 +28,9 @@ MAX_NAME_CHARS = 255
 REFUSED_KEPT = 100
 """Refused batches kept on disk for inspection; the oldest go first."""
 
+OWN_STREAM = "forewarn-service"
+"""The stream of what the service itself tells of a node's devices; no agent may use it."""
+
 Stream = tuple[str, str]
 
 
@@ -82,6 +85,8 @@ def check(batch: Batch, received: float) -> None:
         raise InputError(f"node: longer than {MAX_NAME_CHARS} characters")
     if len(batch.stream) > MAX_NAME_CHARS:
         raise InputError(f"stream: longer than {MAX_NAME_CHARS} characters")
+    if batch.stream == OWN_STREAM:
+        raise InputError(f"stream: {OWN_STREAM!r} is the service's own; use another name")
     if batch.sequence > 2**62:
         raise InputError("sequence: must be below 2 to the 62nd")
     shift_s = shift_of(batch, received)

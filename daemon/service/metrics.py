@@ -28,6 +28,7 @@ class ServiceCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._ingest()
         yield from self._fleet()
+        yield from self._jobs()
 
     def _ingest(self) -> Iterator[Metric]:
         service = self._service
@@ -99,6 +100,29 @@ class ServiceCollector(Collector):
                     chance,
                 )
         yield risk
+
+    def _jobs(self) -> Iterator[Metric]:
+        states = self._service.engine.view.jobs.values()
+        step = GaugeMetricFamily("forewarn_job_iteration_seconds", "Time of a training step", labels=["job"])
+        usual = GaugeMetricFamily(
+            "forewarn_job_usual_iteration_seconds", "Usual time of a training step", labels=["job"]
+        )
+        score = GaugeMetricFamily(
+            "forewarn_job_slowdown_score", "Evidence of slower steps, 1 at its limit", labels=["job"]
+        )
+        trouble = GaugeMetricFamily(
+            "forewarn_job_trouble", "1 for what is found of a training job", labels=["job", "finding"]
+        )
+        for state in states:
+            if state.iteration_s is not None:
+                step.add_metric([state.job], state.iteration_s)
+            if state.usual_iteration_s is not None:
+                usual.add_metric([state.job], state.usual_iteration_s)
+            score.add_metric([state.job], state.slowdown_score)
+            for finding in (state.finding, state.loss_finding):
+                if finding != "fine":
+                    trouble.add_metric([state.job, finding], 1)
+        yield from (step, usual, score, trouble)
 
 
 def exposition(service: Service) -> bytes:

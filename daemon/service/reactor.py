@@ -20,7 +20,7 @@ from forewarn.collectors.base import Event
 from forewarn.collectors.clock import Clock
 from forewarn.collectors.errors import ForewarnError, InputError, StorageError
 from forewarn.daemon.service import alerts, schema
-from forewarn.daemon.service.alerts import SILENT_AFTER_S, DeviceAlerts
+from forewarn.daemon.service.alerts import SILENT_AFTER_S, DeviceAlerts, JobAlerts
 from forewarn.daemon.service.database import Database
 from forewarn.daemon.service.intake import NodeState
 from forewarn.daemon.service.journal import Record, Sealed
@@ -72,7 +72,7 @@ class Reactor:
         self._stopping = False
         self._book = JobBook()
         self._book_stale = True
-        self._device_alerts = DeviceAlerts()
+        self._device_alerts, self._job_alerts = DeviceAlerts(), JobAlerts()
         self._alerts_stale = False
         self._silent: set[str] = set()
         self.reacted = 0
@@ -83,7 +83,7 @@ class Reactor:
     def load(self) -> None:
         """Read what is open from before. Raises StorageError."""
         with self._database.read() as run:
-            self._device_alerts = DeviceAlerts.read(run)
+            self._device_alerts, self._job_alerts = DeviceAlerts.read(run), JobAlerts.read(run)
             self._book = JobBook.read(run)
             self._book_stale = False
 
@@ -179,8 +179,12 @@ class Reactor:
             with self._database.read() as run:
                 silences = Silences.read(run, now)
                 if self._alerts_stale:
-                    self._device_alerts, self._alerts_stale = DeviceAlerts.read(run), False
-            changes = [] if view is None else self._device_alerts.step(view, silences)
+                    self._device_alerts, self._job_alerts = DeviceAlerts.read(run), JobAlerts.read(run)
+                    self._alerts_stale = False
+            changes = []
+            if view is not None:
+                changes = self._device_alerts.step(view, silences)
+                changes += self._job_alerts.step(view.jobs, silences, now)
             try:
                 self._write(batches, view, silences, changes, told, now)
             except StorageError:

@@ -113,6 +113,8 @@ class Service:
             on_view=self._on_view,
             sequences=restored.sequences,
             nodes=restored.nodes,
+            jobs=restored.jobs,
+            on_news=self._on_news,
         )
         self.archive = Archive(
             self.data,
@@ -204,6 +206,11 @@ class Service:
         self.broadcast.send(
             "cycle", {"number": view.number, "time": times.iso(view.time), "devices": len(view.devices)}
         )
+
+    def _on_news(self, batches: list[wire.Batch]) -> None:
+        now = self.clock.now()
+        for batch in batches:
+            self.journal.append(Record(journal.BATCH, now, wire.encode(batch), batch))
 
     def _on_told(self, told: Told) -> None:
         if told.protections:

@@ -153,6 +153,41 @@ class JobBody(Body):
     dry_run: bool = False
 
 
+class ProgressRow(BaseModel):
+    """What a job's ranks tell of their steps. `devices`: those that stand out; a finding that names none is of the
+    whole job: network, storage or data. `slowdown_score`: evidence of slower steps, 1 at its limit."""
+
+    finding: Literal["fine", "straggler", "slow_job", "stalled"]
+    reason: str
+    since: datetime | None
+    loss_finding: Literal["fine", "spike", "not_a_number"]
+    loss_reason: str
+    devices: list[str]
+    nodes: list[str]
+    ranks: int
+    silent_ranks: int
+    step: int | None
+    iteration_seconds: float | None
+    usual_iteration_seconds: float | None
+    samples_per_second: float | None
+    loss: float | None
+    bad_losses: int
+    in_marked_phase: bool
+    slowdown_score: float
+    last_report: datetime | None
+    simulated: bool
+
+
+class ProgressItem(ProgressRow):
+    job: str
+    registered: bool
+
+
+class ProgressPage(BaseModel):
+    items: list[ProgressItem]
+    next: str | None = None
+
+
 class JobRow(BaseModel):
     job: str
     nodes: list[str]
@@ -169,6 +204,8 @@ class JobRow(BaseModel):
     dry_run: bool
     created: datetime
     updated: datetime
+    progress: ProgressRow | None = None
+    """Null when no rank of a job of this name reports its steps."""
     webhook_secret: str | None = None
     """Only in the answer that made it."""
 

@@ -19,6 +19,7 @@ from forewarn.collectors.clock import Clock
 from forewarn.collectors.errors import StorageError
 from forewarn.daemon.service.intake import NodeState, Sequences
 from forewarn.daemon.service.journal import sync_folder
+from forewarn.daemon.service.progress import JobsProgress
 from forewarn.models import snapshot
 from forewarn.models.fleet import Fleet
 from forewarn.models.registry import RiskModel
@@ -37,6 +38,7 @@ class Restored:
     fleet: Fleet
     sequences: Sequences
     nodes: dict[str, NodeState]
+    jobs: JobsProgress
 
 
 class SnapshotFolder:
@@ -62,7 +64,14 @@ class SnapshotFolder:
         numbers = self.numbers()
         return numbers[0] if len(numbers) >= KEPT else 0
 
-    def save(self, number: int, fleet: Fleet, sequences: Sequences, nodes: Mapping[str, NodeState]) -> None:
+    def save(
+        self,
+        number: int,
+        fleet: Fleet,
+        sequences: Sequences,
+        nodes: Mapping[str, NodeState],
+        jobs: JobsProgress,
+    ) -> None:
         """Write one that holds all up to segment `number`. Raises StorageError."""
         began = self._last = self._clock.monotonic()
         target = self._folder / f"{number:012d}"
@@ -77,6 +86,7 @@ class SnapshotFolder:
                 "number": number,
                 "sequences": sequences.plain(),
                 "nodes": {name: msgspec.to_builtins(node) for name, node in nodes.items()},
+                "jobs": jobs.plain(),
             }
             snapshot.write(aside / STATE_NAME, header, {})
             sync_folder(aside / "fleet")
@@ -111,7 +121,7 @@ class SnapshotFolder:
                     aside = self._folder / f"damaged-{number:012d}"
                     shutil.rmtree(aside, ignore_errors=True)
                     folder.rename(aside)
-        return Restored(0, Fleet(models), Sequences(), {})
+        return Restored(0, Fleet(models), Sequences(), {}, JobsProgress())
 
     def _load_one(self, folder: Path, number: int, models: Mapping[str, RiskModel | None]) -> Restored:
         header, _ = snapshot.read(folder / STATE_NAME)
@@ -120,4 +130,5 @@ class SnapshotFolder:
             sequences = Sequences.of(msgspec.convert(header["sequences"], dict[str, dict[str, int]]))
         except (KeyError, msgspec.ValidationError) as error:
             raise StorageError(f"{folder / STATE_NAME}: not understood: {error}") from error
-        return Restored(number, Fleet.load(folder / "fleet", models), sequences, nodes)
+        jobs = JobsProgress.of(header["jobs"]) if "jobs" in header else JobsProgress()
+        return Restored(number, Fleet.load(folder / "fleet", models), sequences, nodes, jobs)

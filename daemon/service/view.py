@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from forewarn.collectors.base import Device
 from forewarn.collectors.errors import InputError
+from forewarn.daemon.service.progress import JobState
 from forewarn.models.fleet import RiskTable
 
 LEVELS = ("healthy", "watch", "warning", "critical")
@@ -75,6 +76,8 @@ class View:
     rows_of_node: Mapping[str, NDArray[np.int64]]
     reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Texts for the devices that have been explained: those that stand out."""
+    jobs: Mapping[str, JobState] = field(default_factory=dict)
+    """Progress of the training jobs that report, by name."""
 
     def kind_of_row(self, row: int) -> KindRisk:
         return next(k for k in reversed(self.kinds) if row >= k.first_row)

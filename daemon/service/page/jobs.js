@@ -12,18 +12,20 @@ export function jobsView(main) {
   main.append(h("div", { class: "head" }, h("h1", {}, "Jobs and protections")), card("Jobs", null, jobs), card("Protections", h("span", { class: "note" }, "newest first"), list));
   return {
     async refresh() {
-      const [registered, made] = await Promise.all([get("v1/jobs"), get("v1/protections", { limit: 100 })]);
+      const [registered, reporting, made] = await Promise.all([get("v1/jobs"), get("v1/progress"), get("v1/protections", { limit: 100 })]);
+      const others = (reporting.items || []).filter((item) => !item.registered).map((item) => ({ job: item.job, progress: item, other: true }));
       jobs.replaceChildren(
         table(
           [
-            ["Job", (item) => h("b", {}, item.job)],
+            ["Job", (item) => [h("b", {}, item.job), " ", simulatedTag(item.progress)]],
             ["Devices", (item) => countOf(item), "num"],
-            ["Save costs", (item) => duration(item.measured_checkpoint_seconds ?? item.checkpoint_seconds), "num"],
-            ["Restart costs", (item) => duration(item.restart_seconds), "num"],
-            ["Last checkpoint", (item) => (item.last_checkpoint ? ago(item.last_checkpoint) : "never told")],
-            ["Webhook", (item) => webhookOf(item)],
+            ["Save costs", (item) => (item.other ? "" : duration(item.measured_checkpoint_seconds ?? item.checkpoint_seconds)), "num"],
+            ["Restart costs", (item) => (item.other ? "" : duration(item.restart_seconds)), "num"],
+            ["Last checkpoint", (item) => (item.other ? "" : item.last_checkpoint ? ago(item.last_checkpoint) : "never told")],
+            ["Progress", (item) => progressOf(item.progress)],
+            ["Webhook", (item) => (item.other ? h("span", { class: "muted" }, "not registered: it is watched, not protected") : webhookOf(item))],
           ],
-          registered.items || [],
+          [...(registered.items || []), ...others],
           "No job is registered. A controller registers its job, or PUT /v1/jobs/NAME does.",
         ),
       );
@@ -34,9 +36,30 @@ export function jobsView(main) {
 }
 
 function countOf(item) {
+  if (item.other) return `${item.progress.ranks} ranks`;
   const nodes = Array.isArray(item.nodes) ? item.nodes.length : 0;
   const devices = Array.isArray(item.devices) ? item.devices.length : 0;
   return [nodes ? `${nodes} nodes` : "", devices ? `${devices} devices` : ""].filter(Boolean).join(", ") || "none";
+}
+
+const FINDINGS = { straggler: "a rank lags", slow_job: "slower than before", stalled: "no progress", spike: "loss spike", not_a_number: "loss is NaN" };
+
+// What the ranks tell of their steps; the device that stands out is named and linked.
+function progressOf(progress) {
+  if (!progress) return h("span", { class: "muted" }, "not told");
+  const step = progress.step === null ? "" : `step ${progress.step}`;
+  const time = Number.isFinite(progress.iteration_seconds) ? `${progress.iteration_seconds.toPrecision(3)} s a step` : "";
+  const found = [progress.finding, progress.loss_finding].filter((name) => FINDINGS[name]);
+  const level = progress.finding === "stalled" ? "critical" : "warning";
+  return h(
+    "div",
+    {},
+    h("div", { class: "num" }, [step, time].filter(Boolean).join(", ")),
+    found.map((name) => chip(level, FINDINGS[name])),
+    progress.in_marked_phase ? chip("", "saves or evaluates") : null,
+    (progress.devices || []).slice(0, 3).map((device) => [" ", /\/gpu\d+$/.test(device) ? subjectLink(device) : h("span", { class: "mono" }, device)]),
+    found.length ? h("div", { class: "muted" }, progress.reason || progress.loss_reason) : null,
+  );
 }
 
 function webhookOf(item) {
